@@ -1,17 +1,33 @@
-//! The vocabulary of Posthorse.
-//!
-//! Plain types and traits that every other crate speaks: errors, deadlines, memory views, descriptors,
-//! requests, and the contract between the engine and its transports. There is no I/O here, no thread and
-//! no runtime.
+#![doc = include_str!("../README.md")]
 
 mod deadline;
+mod device;
 mod dtype;
 mod error;
+mod gate;
+mod hello;
+mod id;
 mod location;
 mod memory;
+mod segment;
+mod transfer;
+mod transport;
 
 pub use deadline::Deadline;
+pub use device::{DeviceEvent, DeviceMemory};
 pub use dtype::DType;
 pub use error::{Error, ErrorClass, ErrorKind, Fault, Result};
+pub use gate::{Admission, Claim, Gate, Inside, Pin, Usage};
+pub use hello::{Agreement, Features, Hello, VERSIONS, Versions};
+pub use id::{GrantToken, Incarnation, PathId, RegionId, SegmentId};
 pub use location::Location;
 pub use memory::{Access, DeviceView, HostView, Region, SharedFile, View};
+pub use segment::{Attributes, BufferDesc, GrantDesc, SegmentDesc};
+pub use transfer::{
+    Checksum, Level, LocalRange, Opcode, Priority, RemoteRange, TransferRequest, TransferState,
+    TransferStatus,
+};
+pub use transport::{
+    Capabilities, Completion, ControlChannel, FarEnd, Grant, Path, PathState, RegisteredRegion, RemoteKey,
+    RequestHandler, Slice, SliceError, Transport, TransportContext, TransportEvents,
+};

@@ -1,0 +1,150 @@
+//! What is asked for, and how far it has come.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, ErrorKind};
+use crate::id::{GrantToken, RegionId, SegmentId};
+
+/// The direction of a transfer, as seen by whoever asks for it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Opcode {
+    /// From the peer's memory into ours.
+    Read,
+    /// From our memory into the peer's.
+    Write,
+}
+
+/// How urgent a request is. Within a class, the order is that of submission.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Priority {
+    /// Ahead of everything else.
+    High,
+    /// The usual.
+    #[default]
+    Medium,
+    /// When nothing else is waiting.
+    Low,
+}
+
+/// How much of the bytes is compared at the far end before a transfer is called done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Checksum {
+    /// Nothing.
+    #[default]
+    Off,
+    /// The first and last bytes and some between: a misplaced or torn transfer shows, a flipped bit may not.
+    Sampled,
+    /// Every byte.
+    Full,
+}
+
+/// How far a slice has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Level {
+    /// The local buffer may be reused.
+    Sent,
+    /// The bytes are in the peer's memory.
+    Placed,
+    /// A reader at the far end sees them.
+    Visible,
+}
+
+/// A range of local registered memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LocalRange {
+    /// The region.
+    pub region: RegionId,
+    /// Bytes from its start.
+    pub offset: u64,
+}
+
+/// A range of a peer's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RemoteRange {
+    /// The peer.
+    pub segment: SegmentId,
+    /// The first byte's address in the peer's address space.
+    pub address: u64,
+    /// The grant it lies in; `None` uses what the peer's descriptor publishes there.
+    pub token: Option<GrantToken>,
+}
+
+/// One transfer of one contiguous range.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TransferRequest {
+    /// The direction.
+    pub opcode: Opcode,
+    /// The local end.
+    pub local: LocalRange,
+    /// The remote end.
+    pub remote: RemoteRange,
+    /// Bytes; zero completes at once.
+    pub len: u64,
+    /// How urgent it is.
+    pub priority: Priority,
+    /// Which group of its batch it completes with. Groups are small numbers from zero, such as a model's layers.
+    pub group: u32,
+}
+
+/// The state of a transfer. The last four are final.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TransferState {
+    /// Accepted, nothing of it has gone out.
+    Waiting,
+    /// Under way.
+    Pending,
+    /// Done: visible at its destination.
+    Completed,
+    /// Its deadline passed.
+    Timeout,
+    /// It failed.
+    Failed,
+    /// The caller called it off.
+    Canceled,
+}
+
+impl TransferState {
+    /// Whether it has ended: neither buffer is touched by it any more.
+    pub const fn is_final(self) -> bool {
+        !matches!(self, Self::Waiting | Self::Pending)
+    }
+
+    /// The final state that an error stands for.
+    pub fn of_error(error: &Error) -> Self {
+        match error.kind() {
+            ErrorKind::DeadlineExceeded => Self::Timeout,
+            ErrorKind::Cancelled => Self::Canceled,
+            _ => Self::Failed,
+        }
+    }
+}
+
+impl fmt::Display for TransferState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Waiting => "waiting",
+            Self::Pending => "pending",
+            Self::Completed => "completed",
+            Self::Timeout => "timeout",
+            Self::Failed => "failed",
+            Self::Canceled => "canceled",
+        })
+    }
+}
+
+/// How far a transfer or a batch has come, and why it ended.
+#[derive(Debug, Clone)]
+pub struct TransferStatus {
+    /// The state.
+    pub state: TransferState,
+    /// Bytes whose slices completed.
+    pub bytes: u64,
+    /// The reason, in the states timeout, failed and canceled.
+    pub error: Option<Error>,
+}
