@@ -74,6 +74,22 @@ pub struct RemoteRange {
     pub token: Option<GrantToken>,
 }
 
+/// Which transport should carry a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Route {
+    /// The best path there is.
+    #[default]
+    Auto,
+    /// This transport if it has a path, else the best there is.
+    Prefer(TransportId),
+    /// This transport or none.
+    Require(TransportId),
+}
+
+/// An installed transport, as its engine numbers it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct TransportId(pub u8);
+
 /// One transfer of one contiguous range.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TransferRequest {
@@ -87,6 +103,8 @@ pub struct TransferRequest {
     pub len: u64,
     /// How urgent it is.
     pub priority: Priority,
+    /// Which transport should carry it.
+    pub route: Route,
     /// Which group of its batch it completes with. Groups are small numbers from zero, such as a model's layers.
     pub group: u32,
 }

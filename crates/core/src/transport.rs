@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use crate::deadline::Deadline;
 use crate::device::DeviceEvent;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::gate::Gate;
 use crate::hello::Hello;
 use crate::id::{GrantToken, Incarnation, PathId, RegionId};
@@ -83,6 +83,19 @@ pub trait Transport: fmt::Debug + Send + Sync {
         Ok(RemoteKey::NONE)
     }
 
+    /// Gives a view of a peer's memory to be read in place, where the path allows that. The owner cannot end the
+    /// grant until the returned region is dropped, or this process is gone.
+    ///
+    /// # Errors
+    /// `Unsupported` for a transport or region that cannot be mapped, `AccessDenied` for a grant that has ended.
+    fn lease(&self, path: PathId, grant: &GrantDesc) -> Result<Arc<dyn Region>> {
+        let _ = (path, grant);
+        Err(Error::new(
+            ErrorKind::Unsupported,
+            format!("transport {} cannot lend memory in place", self.name()),
+        ))
+    }
+
     /// Takes as many slices as there is room for, in order, and returns how many. Never waits for the wire, and
     /// allocates nothing per slice. May report completions before it returns. When fewer are taken than
     /// offered, [`TransportEvents::writable`] follows.
@@ -139,7 +152,11 @@ pub trait TransportEvents: fmt::Debug + Send + Sync {
     fn path_changed(&self, path: PathId, state: &PathState);
 
     /// A peer's notification arrived.
-    fn notified(&self, peer: &str, data: &[u8]);
+    ///
+    /// # Errors
+    /// `QueueFull` when nobody fetches them: the transport refuses it with this reason, so nothing is lost
+    /// silently.
+    fn notified(&self, peer: &str, data: &[u8]) -> Result<()>;
 }
 
 /// Small requests to peers, answered by them: queue-pair handshakes, rendezvous.
