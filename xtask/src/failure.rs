@@ -1,0 +1,32 @@
+//! How a command ends when it does not succeed.
+
+use std::process::ExitCode;
+
+/// Why a command failed, and with which exit status. (Status 2, wrong usage, is given by clap.)
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Failure {
+    /// A check failed; everything about it has been printed already. Status 1.
+    Reported,
+    /// A check failed for this reason. Status 1.
+    Check(String),
+    /// This host lacks what the command needs. Status 3.
+    Unavailable(String),
+}
+
+impl Failure {
+    /// What is still to be printed.
+    pub(crate) fn message(&self) -> Option<&str> {
+        match self {
+            Self::Reported => None,
+            Self::Check(message) | Self::Unavailable(message) => Some(message),
+        }
+    }
+
+    /// The exit status of the process.
+    pub(crate) fn exit_code(&self) -> ExitCode {
+        ExitCode::from(match self {
+            Self::Reported | Self::Check(_) => 1,
+            Self::Unavailable(_) => 3,
+        })
+    }
+}

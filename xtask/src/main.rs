@@ -1,0 +1,54 @@
+#![doc = include_str!("../README.md")]
+#![forbid(unsafe_code)]
+
+mod failure;
+mod layers;
+mod process;
+mod test;
+mod tidy;
+mod workspace;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Exit status: 0 done and verified, 1 a check failed, 2 wrong usage, 3 not available on this host.
+#[derive(Debug, Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask", about = "What one runs in the source tree")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run the checks and test suites that any Linux machine can run
+    Test {
+        /// Also run what needs more: loom models, Miri, examples, benchmarks
+        #[arg(long)]
+        all: bool,
+    },
+    /// Check that no crate depends on its own floor or a higher one
+    CheckLayers {
+        /// The Cargo.toml of the workspace to check, instead of the one around the current folder
+        #[arg(long, value_name = "PATH")]
+        manifest_path: Option<PathBuf>,
+    },
+}
+
+fn main() -> ExitCode {
+    let outcome = match Cli::parse().command {
+        Command::Test { all } => test::run(all),
+        Command::CheckLayers { manifest_path } => layers::run(manifest_path.as_deref()),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            if let Some(message) = failure.message() {
+                eprintln!("error: {message}");
+            }
+            failure.exit_code()
+        }
+    }
+}
