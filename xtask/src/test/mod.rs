@@ -20,7 +20,7 @@ use crate::workspace;
 use count::Tally;
 use plan::{Count, Step, Work};
 use report::{Report, Verdict};
-use skips::SkipList;
+use skips::{Skip, SkipList};
 
 /// The variable that tells tests where to report that they skip themselves.
 const SKIP_DIR: &str = "POSTHORSE_SKIP_DIR";
@@ -36,9 +36,15 @@ pub(crate) fn run(all: bool) -> Result<(), Failure> {
     let mut report = Report::new(listed);
     for step in plan::steps(&metadata, all) {
         announce(step.name);
-        let started = Instant::now();
-        let verdict = carry_out(&step, &metadata);
-        print(&report.step(step.name, started.elapsed(), verdict));
+        let lines = match step.needs.iter().find_map(|need| need.met().err()) {
+            Some(reason) => report.skip(Skip::new(step.name, reason)),
+            None => {
+                let started = Instant::now();
+                let verdict = carry_out(&step, &metadata);
+                report.step(step.name, started.elapsed(), verdict)
+            }
+        };
+        print(&lines);
     }
     let (lines, good) = report.finish();
     print(&lines);
@@ -58,11 +64,6 @@ fn read_skip_list(root: &Path) -> Result<SkipList, Failure> {
 }
 
 fn carry_out(step: &Step, metadata: &Metadata) -> Verdict {
-    for need in &step.needs {
-        if let Err(reason) = need.met() {
-            return Verdict::skipped(step.name, reason);
-        }
-    }
     match step.work {
         Work::Check(check) => match check(metadata) {
             Ok(faults) if faults.is_empty() => Verdict::one(true, String::new()),

@@ -27,11 +27,6 @@ impl Verdict {
         Self { tally, skips: Vec::new(), output }
     }
 
-    /// A step that was skipped as a whole.
-    pub(super) fn skipped(name: &str, reason: String) -> Self {
-        Self { skips: vec![Skip::new(name, reason)], ..Self::default() }
-    }
-
     /// Some of the cases say that they skipped themselves: to the runner they had passed.
     pub(super) fn with_self_skipped(mut self, skips: Vec<Skip>) -> Self {
         self.tally.passed = self.tally.passed.saturating_sub(skips.len() as u64);
@@ -75,35 +70,37 @@ impl Report {
         Self { allowed, ..Self::default() }
     }
 
-    /// Adds a step and returns the lines that tell of it.
+    /// Adds a step that was carried out, and returns the lines that tell of it.
     pub(super) fn step(&mut self, name: &str, took: Duration, verdict: Verdict) -> String {
         let Verdict { tally, skips, output } = verdict;
-        let mut lines = Vec::new();
-        for skip in skips {
-            if self.allowed.as_ref().is_none_or(|list| list.contains(&skip.name)) {
-                lines.push(format!("skip  {skip}"));
-                self.skipped.push(skip);
-            } else {
-                lines.push(format!("FAIL  {skip}: a skip that .ci/skips does not list"));
-                self.total.failed += 1;
-                self.failed_steps.push(skip.name);
-            }
-        }
+        let mut lines: Vec<String> = skips.into_iter().map(|skip| self.skip(skip)).collect();
         self.total.passed += tally.passed;
         self.total.failed += tally.failed;
-        if tally != Tally::default() {
-            let word = if tally.failed > 0 { "FAIL" } else { "ok  " };
-            let mut line = format!("{word}  {name}  {:.1} s", took.as_secs_f64());
-            if tally.passed + tally.failed > 1 {
-                let _ = write!(line, "  ({} passed, {} failed)", tally.passed, tally.failed);
-            }
-            lines.push(line);
+        let word = if tally.failed > 0 { "FAIL" } else { "ok  " };
+        let mut line = format!("{word}  {name}  {:.1} s", took.as_secs_f64());
+        if tally.passed + tally.failed != 1 {
+            let _ = write!(line, "  ({} passed, {} failed)", tally.passed, tally.failed);
         }
+        lines.push(line);
         if tally.failed > 0 {
             lines.push(output.trim_end().to_owned());
             self.failed_steps.push(name.to_owned());
         }
         lines.join("\n")
+    }
+
+    /// Adds one case, or a whole step, that was skipped, and returns the line that tells of it.
+    pub(super) fn skip(&mut self, skip: Skip) -> String {
+        if self.allowed.as_ref().is_none_or(|list| list.contains(&skip.name)) {
+            let line = format!("skip  {skip}");
+            self.skipped.push(skip);
+            line
+        } else {
+            let line = format!("FAIL  {skip}: a skip that .ci/skips does not list");
+            self.total.failed += 1;
+            self.failed_steps.push(skip.name);
+            line
+        }
     }
 
     /// The closing lines, and whether all is well.
@@ -161,18 +158,15 @@ mod tests {
             "skip  numa: one node\nskip  tests: a case is ignored by the test runner\n\
              ok    tests  1.2 s  (4 passed, 0 failed)"
         );
-        assert_eq!(
-            report.step("miri", SECOND, Verdict::skipped("miri", "absent".into())),
-            "skip  miri: absent"
-        );
+        assert_eq!(report.skip(Skip::new("miri", "absent")), "skip  miri: absent");
         assert_eq!(report.finish(), ("4 passed, 0 failed, 3 skipped".into(), true));
     }
 
     #[test]
     fn in_ci_a_skip_fails_unless_it_is_listed_and_a_listed_one_that_ran_is_noted() {
         let mut report = Report::new(Some(SkipList::parse("miri: absent\nold: gone\n").unwrap()));
-        report.step("miri", SECOND, Verdict::skipped("miri", "absent".into()));
-        let line = report.step("deny", SECOND, Verdict::skipped("deny", "absent".into()));
+        report.skip(Skip::new("miri", "absent"));
+        let line = report.skip(Skip::new("deny", "absent"));
         assert_eq!(line, "FAIL  deny: absent: a skip that .ci/skips does not list");
         let (text, good) = report.finish();
         assert_eq!(
