@@ -146,7 +146,7 @@ fn sizes(buffers: &mut Buffers) {
 
 fn pieces(buffers: &mut Buffers) {
     let never = usize::MAX;
-    for (kib, count) in [(4, 64), (4, 16384), (16, 4096), (64, 1024)] {
+    for (kib, count) in [(1, 65536), (2, 32768), (4, 64), (4, 16384), (16, 4096), (64, 1024)] {
         let len = kib << 10;
         println!("\n# {count} pieces of {kib} KiB, scattered and rotated");
         let ways = [

@@ -91,7 +91,7 @@ pub struct CopyTuning {
 
 impl Default for CopyTuning {
     fn default() -> Self {
-        Self { stream_bytes: 4 << 20, share_bytes: 2 << 20, chunk_bytes: 512 << 10 }
+        Self { stream_bytes: 1 << 20, share_bytes: 1 << 20, chunk_bytes: 256 << 10 }
     }
 }
 

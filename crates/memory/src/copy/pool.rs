@@ -212,7 +212,7 @@ impl fmt::Debug for CopyPool {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
 
