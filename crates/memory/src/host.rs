@@ -15,7 +15,7 @@ use crate::numa::{check_node, numa_nodes};
 use crate::options::{MemoryOptions, Pages};
 use crate::populate::{Populated, populate};
 
-const RESERVED_ADVICE: &str = "reserve huge pages by `sysctl vm.nr_hugepages=N` (each of the size that Hugepagesize in /proc/meminfo says)";
+const HUGETLB_ADVICE: &str = "reserve huge pages by `sysctl vm.nr_hugepages=N` (each of the size that Hugepagesize in /proc/meminfo says)";
 const TRANSPARENT_ADVICE: &str = "huge pages need Linux 6.1 or `echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled`, and memory \
      that is not fragmented";
 
@@ -54,13 +54,13 @@ impl HostMemory {
         }
 
         let mut notices = Vec::new();
-        let reserved = match options.pages {
-            Pages::Reserved => reserved(options, &nodes)
-                .map_err(|error| notices.push(no_reserved_pages(options.size, &error)))
+        let hugetlb = match options.pages {
+            Pages::HugeTlb => hugetlb(options, &nodes)
+                .map_err(|error| notices.push(no_hugetlb_pages(options.size, &error)))
                 .ok(),
             Pages::Base | Pages::Transparent => None,
         };
-        let Backed { mapping, file, populated } = match reserved {
+        let Backed { mapping, file, populated } = match hugetlb {
             Some(backed) => backed,
             None => ordinary(options, &nodes)?,
         };
@@ -143,12 +143,12 @@ unsafe impl Region for HostMemory {
 }
 
 /// Memory from hugetlbfs.
-fn reserved(options: &MemoryOptions, nodes: &[u16]) -> Result<Backed> {
+fn hugetlb(options: &MemoryOptions, nodes: &[u16]) -> Result<Backed> {
     let page = hugetlb_page_size()
         .ok_or_else(|| Error::new(ErrorKind::Unsupported, "this kernel has no hugetlbfs"))?;
     let len = round_up(options.size, page)?;
     let file = if options.shared { Some(create_file(len, true)?) } else { None };
-    let mapping = Mapping::new(len, page, backing(file.as_ref(), Backing::Reserved))?;
+    let mapping = Mapping::new(len, page, backing(file.as_ref(), Backing::HugeTlb))?;
     bind(&mapping, options, nodes)?;
     let mut populated = Populated { huge_bytes: 0, not_huge: None };
     if options.populate || options.locked {
@@ -182,8 +182,8 @@ fn backing<'a>(file: Option<&'a OwnedFd>, private: Backing<'a>) -> Backing<'a> {
     file.map_or(private, |file| Backing::File { fd: file.as_fd(), offset: 0, writable: true })
 }
 
-fn create_file(len: usize, reserved: bool) -> Result<OwnedFd> {
-    memfd::create(len, reserved)
+fn create_file(len: usize, hugetlb: bool) -> Result<OwnedFd> {
+    memfd::create(len, hugetlb)
         .map_err(|error| Error::os(&format!("creating a memfd of {len} bytes"), &error.into()))
 }
 
@@ -216,11 +216,13 @@ fn check_available(size: usize, available: Option<u64>) -> Result<()> {
     }
 }
 
-fn no_reserved_pages(size: usize, error: &Error) -> Notice {
+fn no_hugetlb_pages(size: usize, error: &Error) -> Notice {
     let why = error.message();
     Notice::new(
-        format!("{size} bytes are on transparent huge pages, since reserved ones could not be had: {why}"),
-        RESERVED_ADVICE,
+        format!(
+            "{size} bytes are on transparent huge pages, since those of hugetlbfs could not be had: {why}"
+        ),
+        HUGETLB_ADVICE,
     )
 }
 

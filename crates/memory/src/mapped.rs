@@ -13,7 +13,8 @@ use crate::populate::populate;
 /// A part of another process's shared memory (see [`Region::shared_file`]), mapped here until it is dropped.
 ///
 /// Its owner cannot make it shorter, which is checked. The owner and whoever else maps it may write to it at
-/// any time: what it holds is to be copied by [`copy`](crate::copy()) or read under an agreement with them. A
+/// any time, and a file of hugetlbfs can lose pages to a hole that one of them punches: map such a file only
+/// where the peer is trusted as much as this process. What the memory holds is to be copied by [`copy`](crate::copy()) or read under an agreement with them. A
 /// child of `fork` does not have it, as with [`HostMemory`](crate::HostMemory).
 #[derive(Debug)]
 pub struct MappedFile {

@@ -17,7 +17,7 @@ pub(crate) enum Backing<'a> {
     /// Private, zeroed pages.
     Anonymous,
     /// Private, zeroed pages out of the reserve of hugetlbfs.
-    Reserved,
+    HugeTlb,
     /// A file, shared with everyone who maps it.
     File {
         fd: BorrowedFd<'a>,
@@ -68,7 +68,7 @@ impl Mapping {
         };
         let phase = match backing {
             Backing::File { offset, .. } => (offset % align as u64) as usize,
-            Backing::Anonymous | Backing::Reserved => 0,
+            Backing::Anonymous | Backing::HugeTlb => 0,
         };
         // SAFETY: the kernel chooses where; nothing existing is replaced.
         let start = unsafe {
@@ -90,7 +90,7 @@ impl Mapping {
                 mmap_anonymous(at, len, write, MapFlags::PRIVATE | MapFlags::FIXED)
             },
             // SAFETY: as above.
-            Backing::Reserved => unsafe {
+            Backing::HugeTlb => unsafe {
                 mmap_anonymous(at, len, write, MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::HUGETLB)
             },
             Backing::File { fd, offset, writable } => {

@@ -10,8 +10,8 @@ use rustix::fs::{
 use rustix::io::Errno;
 
 /// A memfd of `size` bytes that nobody can resize, and no other user can open.
-pub(crate) fn create(size: usize, reserved: bool) -> Result<OwnedFd, Errno> {
-    let kind = if reserved { MemfdFlags::HUGETLB } else { MemfdFlags::empty() };
+pub(crate) fn create(size: usize, hugetlb: bool) -> Result<OwnedFd, Errno> {
+    let kind = if hugetlb { MemfdFlags::HUGETLB } else { MemfdFlags::empty() };
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | kind;
     let fd = match memfd_create("posthorse", flags | MemfdFlags::NOEXEC_SEAL) {
         // Before Linux 6.3 a memfd could not be made without the right to execute it.

@@ -12,9 +12,9 @@ pub enum Pages {
     /// Transparent huge pages wherever the kernel can make them, base pages elsewhere.
     #[default]
     Transparent,
-    /// Pages reserved in hugetlbfs; transparent ones, with a [`Notice`](crate::Notice), when there are too
-    /// few.
-    Reserved,
+    /// Pages that the administrator reserved in hugetlbfs; transparent ones, with a
+    /// [`Notice`](crate::Notice), when there are too few.
+    HugeTlb,
 }
 
 /// How a [`HostMemory`] region is to be allocated.

@@ -29,7 +29,7 @@ fn holds(view: HostView, byte: u8) -> bool {
 #[test]
 fn every_kind_of_region_is_zeroed_aligned_and_writable() {
     let huge = huge_page_size().unwrap_or_else(page_size);
-    for pages in [Pages::Base, Pages::Transparent, Pages::Reserved] {
+    for pages in [Pages::Base, Pages::Transparent, Pages::HugeTlb] {
         for shared in [false, true] {
             for populate in [false, true] {
                 for size in [1, page_size(), 2 * huge + 12345] {
@@ -54,7 +54,9 @@ fn every_kind_of_region_is_zeroed_aligned_and_writable() {
 
 #[test]
 fn huge_pages_are_had_or_missed_by_name() {
-    let Some(huge) = huge_page_size() else { return };
+    let Some(huge) = huge_page_size() else {
+        return assert_eq!(options(4 << 20).allocate().unwrap().huge_bytes(), 0);
+    };
     for shared in [false, true] {
         let memory = options(4 * huge).shared(shared).allocate().unwrap();
         assert!(
@@ -69,7 +71,7 @@ fn huge_pages_are_had_or_missed_by_name() {
 fn reserved_pages_are_used_where_there_are_some_and_else_missed_by_name() {
     let size = 3 << 20;
     for shared in [false, true] {
-        let memory = options(size).pages(Pages::Reserved).shared(shared).allocate().unwrap();
+        let memory = options(size).pages(Pages::HugeTlb).shared(shared).allocate().unwrap();
         match memory.notices() {
             // Transparent pages would leave the last part of a page to base pages.
             [] => assert_eq!(memory.huge_bytes(), size.next_multiple_of(hugetlb_page_size().unwrap())),
