@@ -8,10 +8,13 @@
 mod chunks;
 mod claims;
 mod pool;
+// Miri knows none of the instructions.
+#[cfg_attr(any(miri, not(target_arch = "x86_64")), path = "no_stream.rs")]
 mod stream;
 
 use posthorse_core::{Error, HostView, Result};
 
+use chunks::Part;
 pub use pool::CopyPool;
 use stream::Stream;
 
@@ -57,22 +60,6 @@ impl CopyPiece {
     /// Whether there is nothing to copy.
     pub const fn is_empty(&self) -> bool {
         self.src.is_empty()
-    }
-
-    /// Copies `len` bytes from `offset` on, by non-temporal stores if `stream` is given; then
-    /// [`Stream::finish`] has to follow before anybody is told.
-    ///
-    /// # Safety
-    /// As [`copy`], for that part, which lies inside the piece.
-    unsafe fn copy_part(&self, offset: usize, len: usize, stream: Option<Stream>) {
-        // SAFETY: the caller keeps the part inside the piece.
-        let (src, dst) = unsafe { (self.src.as_ptr().add(offset), self.dst.as_ptr().add(offset)) };
-        match stream {
-            // SAFETY: both ranges are alive and do not overlap, by the caller's promise.
-            Some(stream) if len >= Stream::MIN_LEN => unsafe { stream.copy(src, dst, len) },
-            // SAFETY: as above.
-            _ => unsafe { src.copy_to_nonoverlapping(dst, len) },
-        }
     }
 }
 
@@ -136,12 +123,35 @@ pub unsafe fn copy_pieces(pieces: &[CopyPiece]) {
 /// # Safety
 /// As [`copy_pieces`].
 unsafe fn copy_all(pieces: &[CopyPiece], stream: Option<Stream>) {
-    for piece in pieces {
+    for (piece, CopyPiece { src, .. }) in pieces.iter().enumerate() {
         // SAFETY: the whole piece; the rest is the caller's promise.
-        unsafe { piece.copy_part(0, piece.len(), stream) };
+        unsafe { copy_part(pieces, Part { piece, offset: 0, len: src.len() }, stream) };
     }
     if let Some(stream) = stream {
         stream.finish();
+    }
+}
+
+/// Copies one part, by non-temporal stores if `stream` is given; then [`Stream::finish`] has to follow before
+/// anybody is told.
+///
+/// # Safety
+/// As [`copy`], for that part, which lies inside its piece.
+unsafe fn copy_part(pieces: &[CopyPiece], part: Part, stream: Option<Stream>) {
+    let Part { piece, offset, len } = part;
+    let CopyPiece { src, dst } = pieces[piece];
+    // SAFETY: the caller keeps the part inside the piece.
+    let (src, dst) = unsafe { (src.as_ptr().add(offset), dst.as_ptr().add(offset)) };
+    match stream {
+        Some(stream) if len >= Stream::MIN_LEN => {
+            if let Some(next) = pieces.get(piece + 1) {
+                stream.announce(next.src.as_ptr());
+            }
+            // SAFETY: both ranges are alive and do not overlap, by the caller's promise.
+            unsafe { stream.copy(src, dst, len) };
+        }
+        // SAFETY: as above.
+        _ => unsafe { src.copy_to_nonoverlapping(dst, len) },
     }
 }
 

@@ -3,16 +3,16 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::mem;
+use std::process;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 
 use posthorse_core::{Error, HostView, Result};
-use rustix::process::{Pid, getpid};
 
 use super::chunks::Chunks;
 use super::claims::Claims;
 use super::stream::Stream;
-use super::{CopyPiece, CopyTuning, copy_all, total_len};
+use super::{CopyPiece, CopyTuning, copy_all, copy_part, total_len};
 
 /// Copies that wait for helpers at once; the callers of further ones do without help.
 const MAX_JOBS: usize = 64;
@@ -28,7 +28,7 @@ pub struct CopyPool {
     shared: Arc<Shared>,
     helpers: Vec<JoinHandle<()>>,
     tuning: CopyTuning,
-    process: Pid,
+    process: u32,
 }
 
 #[derive(Default)]
@@ -80,7 +80,7 @@ impl Job {
             for part in self.chunks.parts(index, pieces.len(), |piece| pieces[piece].len()) {
                 // SAFETY: the caller of the pool promised that the pieces can be copied until its call
                 // returns, which waits for this claim; the part lies inside its piece, and in no other chunk.
-                unsafe { pieces[part.piece].copy_part(part.offset, part.len, self.stream) };
+                unsafe { copy_part(pieces, part, self.stream) };
             }
             if let Some(stream) = self.stream {
                 stream.finish();
@@ -100,7 +100,7 @@ impl CopyPool {
             shared: Arc::default(),
             helpers: Vec::with_capacity(helpers),
             tuning: CopyTuning::default(),
-            process: getpid(),
+            process: process::id(),
         };
         for index in 0..helpers {
             let shared = pool.shared.clone();
@@ -147,7 +147,7 @@ impl CopyPool {
     pub unsafe fn copy_pieces(&self, pieces: &[CopyPiece]) {
         let total = total_len(pieces);
         let stream = self.tuning.stream(total);
-        if self.helpers.is_empty() || total < self.tuning.share_bytes || self.process != getpid() {
+        if self.helpers.is_empty() || total < self.tuning.share_bytes || self.process != process::id() {
             // SAFETY: the caller's promise.
             return unsafe { copy_all(pieces, stream) };
         }
@@ -189,7 +189,7 @@ fn help(shared: &Shared) {
 
 impl Drop for CopyPool {
     fn drop(&mut self) {
-        if self.process != getpid() {
+        if self.process != process::id() {
             // The threads did not come along through fork: there is nobody to join.
             mem::forget(mem::take(&mut self.helpers));
             return;
