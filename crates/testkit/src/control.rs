@@ -46,10 +46,12 @@ impl ControlHub {
 impl ControlChannel for Channel {
     fn request(&self, peer: &str, topic: &str, body: &[u8], _: Deadline) -> Result<Vec<u8>> {
         let end = lock(&self.hub.ends).get(peer).cloned().ok_or_else(|| {
-            Error::new(ErrorKind::PeerUnreachable, "nobody of this name is on the control hub").with_peer(peer)
+            Error::new(ErrorKind::PeerUnreachable, "nobody of this name is on the control hub")
+                .with_peer(peer)
         })?;
         let handler = lock(&end.handlers).get(topic).cloned().ok_or_else(|| {
-            Error::new(ErrorKind::PeerRefused, format!("nobody answers requests about {topic:?}")).with_peer(peer)
+            Error::new(ErrorKind::PeerRefused, format!("nobody answers requests about {topic:?}"))
+                .with_peer(peer)
         })?;
         handler(&self.name, body)
     }

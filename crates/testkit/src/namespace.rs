@@ -117,7 +117,8 @@ pub(crate) fn only_child(parent: Pid) -> Option<Pid> {
 
 fn run(mut command: Command) -> Result<()> {
     let name = format!("{command:?}").replace('"', "");
-    let output = command.stdin(Stdio::null()).output().map_err(|error| unsupported(&name, &error.to_string()))?;
+    let output =
+        command.stdin(Stdio::null()).output().map_err(|error| unsupported(&name, &error.to_string()))?;
     if output.status.success() {
         return Ok(());
     }

@@ -5,16 +5,18 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::Instant;
 
-use posthorse_core::{Access, Completion, ErrorClass, ErrorKind, FarEnd, Level, Opcode, PathId, Slice, SliceError};
+use posthorse_core::{
+    Access, Completion, ErrorClass, ErrorKind, FarEnd, Level, Opcode, PathId, Slice, SliceError,
+};
 
 use super::Subject;
 use super::pair::{Memory, Pair, Side, Target, assert_usable};
 use crate::pattern;
 
-const SIZE: usize = 256 << 10;
-const COUNT: usize = 96;
+const SIZE: usize = 128 << 10;
+const COUNT: usize = 48;
 const LEN: usize = COUNT * SIZE;
-const ROUNDS: u64 = 4;
+const ROUNDS: u64 = 2;
 
 /// Memory at both ends, and slices that fill one end from the other.
 struct Traffic {
@@ -34,7 +36,8 @@ impl Traffic {
     /// Begins it, and drops the slices for which there was no room.
     fn begin(&mut self, pair: &Pair<'_>, path: PathId) {
         // SAFETY: as in `Side::submit_all`; the memory is held as long as the slices are.
-        let taken = unsafe { pair.left.transport.submit(path, &self.slices) }.expect("a path that takes slices");
+        let taken =
+            unsafe { pair.left.transport.submit(path, &self.slices) }.expect("a path that takes slices");
         assert!(taken > 0, "a path without traffic has room");
         self.slices.truncate(taken);
     }
@@ -160,7 +163,7 @@ fn stop(side: &Side<'_>) {
     thread::spawn(move || {
         transport.stop();
         // Nobody listens any more when it took too long.
-        drop(tell.send(()));
+        let _ = tell.send(());
     });
     let patience = side.deadline().remaining(Instant::now()).unwrap_or_default();
     told.recv_timeout(patience).expect("a transport that stops");
@@ -173,7 +176,8 @@ pub(super) fn stopping_ends_everything(subject: &Subject) {
         traffic.begin(&pair, pair.path);
         stop(&pair.left);
         let ended = |slice: &Slice| pair.left.events.completion(slice.token);
-        let ends: Vec<_> = traffic.slices.iter().map(|slice| ended(slice).expect("an end before the stop's")).collect();
+        let ends: Vec<_> =
+            traffic.slices.iter().map(|slice| ended(slice).expect("an end before the stop's")).collect();
         assert_failures(&ends, &[ErrorKind::Flushed, ErrorKind::Closed, ErrorKind::PathFailed]);
         traffic.assert_arrived(opcode, &ends);
         traffic.local.fill(10);
@@ -197,7 +201,10 @@ pub(super) fn a_peer_that_stops_ends_everything(subject: &Subject) {
         let then = traffic.remote.bytes();
         let ends = pair.left.ends_of(&traffic.slices);
         for why in failures(&ends) {
-            assert!(matches!(why.error.class(), ErrorClass::Peer | ErrorClass::Path | ErrorClass::Time), "{why:?}");
+            assert!(
+                matches!(why.error.class(), ErrorClass::Peer | ErrorClass::Path | ErrorClass::Time),
+                "{why:?}"
+            );
         }
         if opcode == Opcode::Read {
             traffic.assert_arrived(opcode, &ends);

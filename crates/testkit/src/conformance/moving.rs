@@ -13,8 +13,26 @@ const MIB: usize = 1 << 20;
 
 /// Around the sizes at which transports change their ways: words, pages, buffers, chunks.
 const SIZES: [usize; 20] = [
-    1, 2, 7, 8, 9, 63, 64, 65, 1000, 4095, 4096, 4097, 65_535, 65_537, 262_143, 262_145, MIB - 1, MIB + 3,
-    4 * MIB + 1, 16 * MIB,
+    1,
+    2,
+    7,
+    8,
+    9,
+    63,
+    64,
+    65,
+    1000,
+    4095,
+    4096,
+    4097,
+    65_535,
+    65_537,
+    262_143,
+    262_145,
+    MIB - 1,
+    MIB + 3,
+    4 * MIB + 1,
+    16 * MIB,
 ];
 
 pub(super) fn every_size_is_moved_both_ways(subject: &Subject) {
@@ -42,7 +60,11 @@ pub(super) fn every_size_is_moved_both_ways(subject: &Subject) {
             expected[MARGIN..MARGIN + size].copy_from_slice(&pattern::bytes(seed, size));
             let got = to.0.read(range.start, range.len());
             let wrong = got.iter().zip(&expected).position(|(got, expected)| got != expected);
-            assert_eq!(wrong.map(|at| at as i64 - MARGIN as i64), None, "first wrong byte: {opcode:?} of {size}");
+            assert_eq!(
+                wrong.map(|at| at as i64 - MARGIN as i64),
+                None,
+                "first wrong byte: {opcode:?} of {size}"
+            );
         }
     }
 }
@@ -57,7 +79,8 @@ pub(super) fn every_level_is_reached(subject: &Subject) {
         for opcode in [Opcode::Write, Opcode::Read] {
             let mut slices = pair.number(vec![local.slice(opcode, 0, KIB, &target, 0)]);
             slices[0].level = level;
-            let reached = pair.left.carry_out(pair.path, &slices).remove(0).result.expect("a slice that succeeds");
+            let reached =
+                pair.left.carry_out(pair.path, &slices).remove(0).result.expect("a slice that succeeds");
             assert!(reached >= level, "{opcode:?}: {reached:?} was reached, {level:?} asked for");
         }
     }

@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use posthorse_core::{
     Access, Attributes, Capabilities, Checksum, Completion, Deadline, Features, Grant, GrantDesc, GrantToken,
-    Hello, Incarnation, Opcode, PathId, PathState, Priority, Region, RegionId, RemoteKey, Result, SegmentDesc,
-    Slice, Transport, TransportContext,
+    Hello, Incarnation, Opcode, PathId, PathState, Priority, Region, RegionId, RemoteKey, Result,
+    SegmentDesc, Slice, Transport, TransportContext,
 };
 use posthorse_segment::Registry;
 use serde_json::Value;
@@ -110,7 +110,13 @@ impl<'a> Side<'a> {
     }
 
     /// Grants a part of a region.
-    pub(super) fn grant(&self, memory: &Memory, range: Range<u64>, access: Access, peer: Option<&str>) -> GrantDesc {
+    pub(super) fn grant(
+        &self,
+        memory: &Memory,
+        range: Range<u64>,
+        access: Access,
+        peer: Option<&str>,
+    ) -> GrantDesc {
         let grant = self.registry.grant(memory.id, range.start, range.end - range.start, access, peer);
         self.prepare(grant.expect("a range to grant"), peer)
     }
@@ -190,10 +196,6 @@ impl Drop for Side<'_> {
 }
 
 impl Memory {
-    pub(super) fn address(&self) -> u64 {
-        self.region.view().address()
-    }
-
     pub(super) fn bytes(&self) -> Vec<u8> {
         memory::read(&*self.region, 0, self.region.view().len() as usize)
     }
@@ -269,7 +271,8 @@ impl<'a> Pair<'a> {
     /// Gives the slices tokens that follow each other, and the furthest level there is.
     pub(super) fn number(&self, mut slices: Vec<Slice>) -> Vec<Slice> {
         let level = self.left.capabilities().level;
-        for (slice, token) in slices.iter_mut().zip(self.left.tokens(slices.len() as u64)) {
+        let tokens = self.left.tokens(slices.len() as u64);
+        for (slice, token) in slices.iter_mut().zip(tokens) {
             slice.token = token;
             slice.level = level;
         }

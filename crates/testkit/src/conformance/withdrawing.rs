@@ -32,13 +32,17 @@ fn withdraw_in_traffic(
             let mut refused = 0;
             for turn in 0.. {
                 let half = turn % 2 * LEN;
-                let slice = |at: usize| local.slice(opcode, half + at * SIZE, SIZE, target, (at * SIZE) as u64);
+                let slice =
+                    |at: usize| local.slice(opcode, half + at * SIZE, SIZE, target, (at * SIZE) as u64);
                 let batch = pair.number((0..BATCH).map(slice).collect());
                 let late = withdrawn.load(Ordering::SeqCst);
                 pair.left.submit_all(pair.path, &batch).expect("a path that takes slices");
-                for (late, batch) in last.replace((late, batch)) {
+                if let Some((late, batch)) = last.replace((late, batch)) {
                     for end in pair.left.ends_of(&batch) {
-                        assert!(!late || end.result.is_err(), "a slice succeeded after the permission had ended");
+                        assert!(
+                            !late || end.result.is_err(),
+                            "a slice succeeded after the permission had ended"
+                        );
                         if let Err(why) = end.result {
                             assert!(kinds.contains(&why.error.kind()), "{why:?}; expected: {kinds:?}");
                             assert_eq!(why.far_end, FarEnd::Quiet, "{why:?}");
@@ -81,7 +85,8 @@ pub(super) fn a_revoked_grant_is_written_no_more(subject: &Subject) {
 }
 
 pub(super) fn a_revoked_grant_is_read_no_more(subject: &Subject) {
-    const (BEFORE, LATER): (u8, u8) = (0xaa, 0xbb);
+    const BEFORE: u8 = 0xaa;
+    const LATER: u8 = 0xbb;
     let pair = Pair::new(subject);
     if !pair.right.capabilities().grants {
         return;

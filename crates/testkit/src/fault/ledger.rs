@@ -179,13 +179,16 @@ impl Ledger {
         match self.plan.steps.get(&self.step).copied() {
             Some(Disturbance::Stall(steps)) => self.stalled_until = self.stalled_until.max(self.step + steps),
             Some(Disturbance::Down { path, steps }) => {
-                if let Some(path) = self.connected.get(path).copied().filter(|path| !self.fenced.contains(path)) {
+                if let Some(path) =
+                    self.connected.get(path).copied().filter(|path| !self.fenced.contains(path))
+                {
                     self.take_down(path, steps, &mut reports);
                 }
             }
             None => {}
         }
-        let risen: Vec<_> = self.down.iter().filter(|(_, until)| **until <= self.step).map(|(path, _)| *path).collect();
+        let risen: Vec<_> =
+            self.down.iter().filter(|(_, until)| **until <= self.step).map(|(path, _)| *path).collect();
         for path in risen {
             self.down.remove(&path);
             reports.paths.push((path, PathState::Up));
@@ -196,7 +199,8 @@ impl Ledger {
             for token in std::mem::replace(&mut self.due, later).into_values().flatten() {
                 self.release(token, &mut reports);
             }
-            let free: Vec<_> = self.owed.iter().copied().filter(|path| !self.down.contains_key(path)).collect();
+            let free: Vec<_> =
+                self.owed.iter().copied().filter(|path| !self.down.contains_key(path)).collect();
             for path in free {
                 self.owed.remove(&path);
                 reports.writable.push(path);

@@ -226,7 +226,9 @@ mod tests {
 
     #[test]
     fn a_text_that_is_no_plan_is_refused_by_name() {
-        for text in ["", "{\"slice\":{}}", "{\"slices\":{\"0\":{\"refuse\":{\"kind\":\"Odd\",\"quiet\":true}}}}"] {
+        for text in
+            ["", "{\"slice\":{}}", "{\"slices\":{\"0\":{\"refuse\":{\"kind\":\"Odd\",\"quiet\":true}}}}"]
+        {
             assert!(text.parse::<Plan>().unwrap_err().to_string().contains("plan is"), "{text}");
         }
     }

@@ -3,8 +3,9 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use posthorse_core::{
-    Capabilities, Completion, Deadline, Grant, GrantDesc, GrantToken, Path, PathId, PathState, Region, RegionId,
-    RegisteredRegion, RemoteKey, Result, SegmentDesc, Slice, Transport, TransportContext, TransportEvents,
+    Capabilities, Completion, Deadline, Grant, GrantDesc, GrantToken, Path, PathId, PathState, Region,
+    RegionId, RegisteredRegion, RemoteKey, Result, SegmentDesc, Slice, Transport, TransportContext,
+    TransportEvents,
 };
 use serde_json::Value;
 
@@ -81,7 +82,8 @@ impl Transport for FaultTransport {
     }
 
     fn start(&self, mut context: TransportContext) -> Result<Value> {
-        *self.shared.events.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::clone(&context.events));
+        *self.shared.events.lock().unwrap_or_else(PoisonError::into_inner) =
+            Some(Arc::clone(&context.events));
         context.events = Arc::new(Intercept { shared: Arc::clone(&self.shared), events: context.events });
         self.inner.start(context)
     }

@@ -99,7 +99,9 @@ impl Endpoint {
     pub(super) fn visit(&self) -> Result<RwLockReadGuard<'_, bool>> {
         let serves = self.serves.read().unwrap_or_else(PoisonError::into_inner);
         if !*serves {
-            return Err(Error::new(ErrorKind::PeerGone, "the peer has stopped").with_peer(&*self.context.name));
+            return Err(
+                Error::new(ErrorKind::PeerGone, "the peer has stopped").with_peer(&*self.context.name)
+            );
         }
         Ok(serves)
     }

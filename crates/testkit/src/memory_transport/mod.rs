@@ -10,13 +10,13 @@ mod worker;
 use std::sync::Arc;
 
 use posthorse_core::{
-    Capabilities, Deadline, Error, ErrorKind, Level, Path, PathId, PathState, RegionId, RegisteredRegion, Result,
-    SegmentDesc, Slice, Transport, TransportContext,
+    Capabilities, Deadline, Error, ErrorKind, Level, Path, PathId, PathState, RegionId, RegisteredRegion,
+    Result, SegmentDesc, Slice, Transport, TransportContext,
 };
 use serde_json::{Value, json};
 
-pub use hub::MemoryHub;
 use hub::Endpoint;
+pub use hub::MemoryHub;
 use worker::{Job, Worker};
 
 /// Copies between engines that share a [`MemoryHub`].
@@ -122,7 +122,8 @@ impl Transport for MemoryTransport {
 
     fn notify(&self, path: PathId, token: u64, data: &[u8]) -> Result<()> {
         if data.len() > Self::MAX_NOTIFICATION {
-            let what = format!("a notification of {} bytes; accepted: {}", data.len(), Self::MAX_NOTIFICATION);
+            let what =
+                format!("a notification of {} bytes; accepted: {}", data.len(), Self::MAX_NOTIFICATION);
             return Err(Error::new(ErrorKind::TooLarge, what));
         }
         match self.worker.enqueue(path, [Job::Notification(token, data.into())])? {

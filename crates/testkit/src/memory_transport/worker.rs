@@ -119,7 +119,9 @@ impl Worker {
         state.last += 1;
         let path = PathId(state.last);
         let down = Arc::default();
-        state.paths.insert(path, Line { peer, jobs: VecDeque::with_capacity(self.queue), down, refused: false });
+        state
+            .paths
+            .insert(path, Line { peer, jobs: VecDeque::with_capacity(self.queue), down, refused: false });
         Ok(path)
     }
 
@@ -162,7 +164,11 @@ impl Worker {
             line.jobs = kept;
             (endpoint, dropped, mem::take(&mut line.refused))
         };
-        report(endpoint.as_deref(), dropped, &Error::new(ErrorKind::Cancelled, "cancelled before it was posted"));
+        report(
+            endpoint.as_deref(),
+            dropped,
+            &Error::new(ErrorKind::Cancelled, "cancelled before it was posted"),
+        );
         if let Some(endpoint) = endpoint.filter(|_| room) {
             endpoint.context.events.writable(path);
         }
@@ -211,7 +217,9 @@ impl Shared {
                 Job::Notification(_, data) => {
                     let from = &turn.own.context.name;
                     let there = turn.peer.visit().map(drop);
-                    there.and_then(|()| turn.peer.context.events.notified(from, data)).map(|()| Level::Visible)
+                    there
+                        .and_then(|()| turn.peer.context.events.notified(from, data))
+                        .map(|()| Level::Visible)
                 }
             };
             let gone = result.as_ref().err().filter(|error| error.kind() == ErrorKind::PeerGone).cloned();

@@ -85,12 +85,7 @@ impl Spawn {
         // The child's end is closed here with the command, so that its end shows.
         drop(command);
         let pid = Pid::from_child(&child);
-        Ok(Peer {
-            channel: Channel::new(ours)?,
-            process: Mutex::new(child),
-            pid,
-            separated: self.separated,
-        })
+        Ok(Peer { channel: Channel::new(ours)?, process: Mutex::new(child), pid, separated: self.separated })
     }
 }
 
