@@ -90,7 +90,14 @@ mod tests {
     fn what_is_open_is_named_and_what_was_closed_is_not() {
         let check = LeakCheck::begin();
         let (leave, left) = mpsc::channel::<()>();
-        let thread = thread::Builder::new().name("leak-probe".into()).spawn(move || left.recv()).unwrap();
+        let (begin, begun) = mpsc::channel();
+        let work = move || {
+            begin.send(()).unwrap();
+            left.recv()
+        };
+        let thread = thread::Builder::new().name("leak-probe".into()).spawn(work).unwrap();
+        // A thread takes its name when it begins.
+        begun.recv().unwrap();
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("leak-probe-file");
         let file = fs::File::create_new(&path).unwrap();

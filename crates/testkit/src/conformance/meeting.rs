@@ -2,7 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use posthorse_core::{Attributes, Error, ErrorClass, ErrorKind, PathId, PathState, Result, SegmentDesc};
+use posthorse_core::{
+    Access, Attributes, Error, ErrorClass, ErrorKind, Opcode, PathId, PathState, Result, SegmentDesc,
+};
 use serde_json::json;
 
 use super::Subject;
@@ -93,8 +95,11 @@ pub(super) fn unknown_paths_are_refused(subject: &Subject) {
     let pair = Pair::new(subject);
     let nowhere = PathId(u64::MAX - 5);
     let refused = |result: Result<()>| drop(result.expect_err("there is no such path"));
-    // SAFETY: nothing is submitted.
-    refused(unsafe { pair.left.transport.submit(nowhere, &[]) }.map(drop));
+    let local = pair.left.register(100, Access::None, 1);
+    let (_remote, target) = pair.lend(100, Access::Write, 2);
+    let slices = pair.number(vec![local.slice(Opcode::Write, 0, 100, &target, 0)]);
+    // SAFETY: as in `Side::submit_all`; no slice is taken.
+    refused(unsafe { pair.left.transport.submit(nowhere, &slices) }.map(drop));
     refused(pair.left.transport.notify(nowhere, pair.left.tokens(1).start, b"x"));
     pair.left.transport.cancel(nowhere, &mut |_| true);
     pair.left.transport.fence(nowhere);

@@ -25,4 +25,4 @@ mod process;
 mod sys;
 
 pub use channel::Channel;
-pub use process::{Peer, Spawn, child, isolated, spawn};
+pub use process::{Child, Peer, Spawn, child, isolated, spawn};
