@@ -10,10 +10,11 @@ use super::Subject;
 use super::pair::{Memory, Pair, Target};
 use crate::pattern;
 
-const SIZE: usize = 64 << 10;
-const BATCH: usize = 8;
+/// Long enough that one is under way whenever the owner looks.
+const SIZE: usize = 1 << 20;
+const BATCH: usize = 4;
 const LEN: usize = BATCH * SIZE;
-const ROUNDS: usize = 8;
+const ROUNDS: usize = 6;
 
 /// Moves batch after batch between `local` (two batches long) and the target, while `withdraw` ends that permission
 /// in the midst of it, then `look`s. Returns after several batches more, each of which was refused.
@@ -65,6 +66,15 @@ fn withdraw_in_traffic(
     });
 }
 
+/// Writes the owner's own bytes where a slice that is under way would write last, then looks at everything: a late
+/// write shows even if it is only just late.
+fn reuse(memory: &Memory) -> Vec<u8> {
+    for end in (SIZE..=LEN).step_by(SIZE) {
+        memory.write(end - 64, &[0xcc; 64]);
+    }
+    memory.bytes()
+}
+
 pub(super) fn a_revoked_grant_is_written_no_more(subject: &Subject) {
     let pair = Pair::new(subject);
     if !pair.right.capabilities().grants {
@@ -77,7 +87,7 @@ pub(super) fn a_revoked_grant_is_written_no_more(subject: &Subject) {
         let mut then = Vec::new();
         withdraw_in_traffic(&pair, Opcode::Write, (&local, &target), &[ErrorKind::AccessDenied], || {
             pair.right.revoke(target.token).expect("a grant to revoke");
-            then = remote.bytes();
+            then = reuse(&remote);
         });
         assert!(remote.bytes() == then, "the memory changed after its grant had been revoked");
     }
@@ -98,6 +108,10 @@ pub(super) fn a_revoked_grant_is_read_no_more(subject: &Subject) {
         remote.write(0, &[BEFORE; LEN]);
         withdraw_in_traffic(&pair, Opcode::Read, (&local, &target), &[ErrorKind::AccessDenied], || {
             pair.right.revoke(target.token).expect("a grant to revoke");
+            // First what a slice that is under way would read last.
+            for end in (SIZE..=LEN).step_by(SIZE) {
+                remote.write(end - 64, &[LATER; 64]);
+            }
             remote.write(0, &[LATER; LEN]);
         });
         let bytes = local.bytes();
@@ -116,7 +130,7 @@ pub(super) fn an_unregistered_region_is_touched_no_more(subject: &Subject) {
         let mut then = Vec::new();
         withdraw_in_traffic(&pair, Opcode::Write, (&local, &target), kinds, || {
             pair.right.unregister(remote.id).expect("a region to unregister");
-            then = remote.bytes();
+            then = reuse(&remote);
         });
         assert!(remote.bytes() == then, "the memory changed after it had been unregistered");
     }
