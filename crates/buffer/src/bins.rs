@@ -179,6 +179,7 @@ mod tests {
     use super::*;
 
     #[test]
+    #[cfg_attr(miri, ignore = "no unsafe code runs in it, and it is slow there")]
     fn bins_rise_with_size_without_gaps() {
         let mut last = 0;
         for units in 1..100_000 {
@@ -189,22 +190,36 @@ mod tests {
         assert_eq!(bin_of(u64::MAX), 60 * SUBS - 1);
     }
 
+    /// Each heap has its larger blocks on top, and each block is where its position says.
+    fn check(bins: &FreeBins) {
+        for heap in &bins.heaps {
+            for (at, entry) in heap.iter().enumerate() {
+                assert_eq!(bins.positions[entry.node as usize] as usize, at);
+                assert!(at == 0 || !entry.goes_before(&heap[(at - 1) / 2]));
+            }
+        }
+    }
+
     proptest! {
         /// Against a plain list: what is found fits, is found whenever something fits, and the largest is exact.
         #[test]
+        #[cfg_attr(miri, ignore = "no unsafe code runs in it, and it is slow there")]
         fn finds_exactly_what_is_there(
-            steps in proptest::collection::vec((any::<bool>(), 1_u64..5000, any::<prop::sample::Index>()), 1..300),
+            // From many bins with few blocks each to one bin with all of them.
+            unit_shift in 0_u32..13,
+            steps in proptest::collection::vec((0_u8..3, 1_u64..5000, any::<prop::sample::Index>()), 1..300),
         ) {
-            let mut bins = FreeBins::new(5000, 3);
+            let mut bins = FreeBins::new(5000, unit_shift);
             let mut list: Vec<(u32, u64)> = Vec::new();
-            for (node, (insert, bytes, pick)) in steps.into_iter().enumerate() {
-                if insert || list.is_empty() {
+            for (node, (what, bytes, pick)) in steps.into_iter().enumerate() {
+                if what > 0 || list.is_empty() {
                     bins.insert(node as u32, node as u64 * 8, bytes);
                     list.push((node as u32, bytes));
                 } else {
                     let (node, bytes) = list.swap_remove(pick.index(list.len()));
                     bins.remove(node, bytes);
                 }
+                check(&bins);
                 prop_assert_eq!(bins.len(), list.len());
                 prop_assert_eq!(bins.largest(), list.iter().map(|entry| entry.1).max().unwrap_or(0));
                 let found = bins.find(bytes).map(|node| list.iter().find(|entry| entry.0 == node).unwrap().1);

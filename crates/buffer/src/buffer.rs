@@ -8,7 +8,7 @@ use std::fmt;
 use std::ops::Deref;
 use std::sync::Arc;
 
-use posthorse_core::{Error, ErrorKind, HostView, Result, View};
+use posthorse_core::{Error, ErrorKind, GrantToken, HostView, Result, View};
 
 use crate::allocator::Block;
 use crate::pool::Pool;
@@ -132,7 +132,7 @@ impl ManagedBuffer {
     }
 
     /// From now until [`ManagedBuffer::grant_filled`], the end of this buffer means fencing.
-    pub(crate) fn grant(&mut self, token: u64) -> SlotGrant {
+    pub(crate) fn grant(&mut self, token: Option<GrantToken>) -> SlotGrant {
         let grant = self.pool.next_grant(token);
         self.on_drop = OnDrop::Fence(grant);
         grant

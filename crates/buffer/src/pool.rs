@@ -7,7 +7,7 @@ use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use posthorse_core::{Deadline, Error, ErrorKind, Region, Result, View};
+use posthorse_core::{Deadline, Error, ErrorKind, GrantToken, Region, Result, View};
 
 use crate::allocator::{Block, DEFAULT_ALIGNMENT, OffsetAllocator};
 use crate::buffer::ManagedBuffer;
@@ -85,7 +85,8 @@ struct State {
 }
 
 impl Pool {
-    /// A pool over `region`, which it takes for itself.
+    /// A pool over `region`, which it takes for itself: memory that nobody else gives out, in this process or
+    /// (as with a mapping of another process's pool) outside it.
     ///
     /// # Errors
     /// `InvalidArgument` when the region is empty or cannot be written, when the alignment is no power of two,
@@ -343,7 +344,7 @@ impl Pool {
         self.shared.state.lock().raw.insert(block.offset(), block);
     }
 
-    pub(crate) fn next_grant(&self, token: u64) -> SlotGrant {
+    pub(crate) fn next_grant(&self, token: Option<GrantToken>) -> SlotGrant {
         let mut state = self.shared.state.lock();
         let generation = state.next_grant;
         state.next_grant += 1;

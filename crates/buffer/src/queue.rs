@@ -269,6 +269,7 @@ mod tests {
         /// Whatever arrives, leaves and is freed: nobody is passed by more bytes than it asked for, nobody who
         /// could be served is left waiting, and all are served in the end.
         #[test]
+        #[cfg_attr(miri, ignore = "no unsafe code runs in it, and it is slow there")]
         fn nobody_starves(steps in proptest::collection::vec((0_u8..3, 1_u64..=100, any::<prop::sample::Index>()), 1..200)) {
             let mut pool = OffsetAllocator::new(100, 1).unwrap();
             let mut queue = WaitQueue::new(16);

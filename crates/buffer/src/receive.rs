@@ -1,6 +1,6 @@
 //! The receive slot: a buffer that a peer may write to.
 
-use posthorse_core::{Error, ErrorKind, Result, View};
+use posthorse_core::{Error, ErrorKind, GrantToken, Result, View};
 
 use crate::buffer::ManagedBuffer;
 use crate::slot::{SlotEvent, SlotGrant, SlotState};
@@ -10,6 +10,12 @@ use crate::slot::{SlotEvent, SlotGrant, SlotState};
 /// While a peer may write to it, its bytes cannot be seen, and its block does not go back to the pool: a slot
 /// that is dropped or [withdrawn](ReceiveSlot::withdraw) after it was granted goes into fencing, and its pool
 /// keeps it until [`Pool::fenced`](crate::Pool::fenced) is told that the peer can write no more.
+///
+/// ```compile_fail,E0599
+/// # fn look(slot: &posthorse_buffer::ReceiveSlot) {
+/// slot.bytes(); // there is no such method
+/// # }
+/// ```
 #[derive(Debug)]
 pub struct ReceiveSlot {
     buffer: ManagedBuffer,
@@ -51,12 +57,13 @@ impl ReceiveSlot {
         self.buffer.view()
     }
 
-    /// Marks the slot as granted to a peer that knows `token`, under a generation of its own. To be called
-    /// before the peer hears of the address.
+    /// Marks the slot as granted to a peer, under a generation of its own. `token` is what the owner of the
+    /// registration made for it, or `None` for a peer whose protocol knows no grants. To be called before the
+    /// peer hears of the address.
     ///
     /// # Errors
     /// `Busy` when it is granted already, `InvalidArgument` when it is filled.
-    pub fn grant(&mut self, token: u64) -> Result<SlotGrant> {
+    pub fn grant(&mut self, token: Option<GrantToken>) -> Result<SlotGrant> {
         // Asked of the state machine first, with what the grant is going to look like to it.
         self.state.on(SlotEvent::Grant(SlotGrant { generation: 0, token }))?;
         let grant = self.buffer.grant(token);

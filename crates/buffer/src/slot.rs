@@ -10,15 +10,15 @@
 //! (a deadline, a cancellation, silence). After the second a late write may still be under way, so the slot is
 //! nobody's until the memory's owner has fenced the path. No timer leads out of fencing.
 
-use posthorse_core::{Error, ErrorKind, Result};
+use posthorse_core::{Error, ErrorKind, GrantToken, Result};
 
 /// What a peer has to name to write into a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SlotGrant {
     /// The number of this grant: no other grant of the same pool ever has it.
     pub generation: u64,
-    /// The secret that came with it.
-    pub token: u64,
+    /// The token the peer shows with its writes; `None` for peers whose protocol knows no grants.
+    pub token: Option<GrantToken>,
 }
 
 /// Where a slot stands.
@@ -102,9 +102,13 @@ impl SlotState {
 mod tests {
     use super::*;
 
-    const GRANT: SlotGrant = SlotGrant { generation: 7, token: 99 };
-    const OTHER_TOKEN: SlotGrant = SlotGrant { generation: 7, token: 98 };
-    const OLDER: SlotGrant = SlotGrant { generation: 6, token: 99 };
+    const fn grant(generation: u64, secret: u64) -> SlotGrant {
+        SlotGrant { generation, token: Some(GrantToken { handle: 1, secret }) }
+    }
+
+    const GRANT: SlotGrant = grant(7, 99);
+    const OTHER_TOKEN: SlotGrant = grant(7, 98);
+    const OLDER: SlotGrant = grant(6, 99);
 
     /// Every state against every event: the transitions listed are allowed, all others are refused.
     #[test]
