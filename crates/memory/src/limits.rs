@@ -63,6 +63,7 @@ mod tests {
         assert_eq!(field_bytes("", "MemAvailable"), None);
     }
 
+    #[cfg(not(miri))]
     #[test]
     fn the_page_size_is_a_power_of_two() {
         assert!(page_size().is_power_of_two());

@@ -49,6 +49,7 @@ pub(crate) fn node_mask(node: u16) -> Vec<libc::c_ulong> {
 
 #[cfg(test)]
 mod tests {
+    #[cfg(not(miri))]
     use proptest::prelude::*;
 
     use super::*;
@@ -76,6 +77,8 @@ mod tests {
         assert!(!numa_nodes().is_empty());
     }
 
+    // Nothing here is unsafe, so Miri would only be slow.
+    #[cfg(not(miri))]
     proptest! {
         #[test]
         fn a_list_is_read_back(nodes in prop::collection::btree_set(0_u16..300, 0..20)) {

@@ -66,6 +66,7 @@ impl Chunks {
 
 #[cfg(test)]
 mod tests {
+    #[cfg(not(miri))]
     use proptest::prelude::*;
 
     use super::*;
@@ -93,6 +94,8 @@ mod tests {
         assert!(all_parts(&[0, 0], 10).is_empty());
     }
 
+    // Nothing here is unsafe, so Miri would only be slow.
+    #[cfg(not(miri))]
     proptest! {
         #[test]
         fn every_byte_is_in_exactly_one_chunk(lens in prop::collection::vec(0_usize..50, 0..20), chunk in 1_usize..60) {

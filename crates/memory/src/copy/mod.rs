@@ -70,9 +70,9 @@ pub struct CopyTuning {
     /// Copies of at least this many bytes, all pieces together, go past the caches by non-temporal stores;
     /// `usize::MAX` for never.
     ///
-    /// Memory that is not in the cache is copied 1.5 to 1.8 times as fast so, up to where `memcpy` does it too. What was just
-    /// written and is read at once is better kept in the cache: streamed, writing, copying and reading 256 KiB
-    /// take three times as long, 1 to 4 MiB half as long again, 16 MiB the same.
+    /// Memory that is not in the cache is copied 1.5 to 1.8 times as fast so, up to where `memcpy` does it too.
+    /// What was just written and is read at once is better kept in the cache: streamed, writing, copying and
+    /// reading 256 KiB take three times as long, 1 to 4 MiB half as long again, 16 MiB the same.
     pub stream_bytes: usize,
     /// Copies of at least this many bytes are shared with the helper threads of a [`CopyPool`].
     pub share_bytes: usize,

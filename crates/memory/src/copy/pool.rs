@@ -216,8 +216,11 @@ impl fmt::Debug for CopyPool {
 mod tests {
     use super::*;
 
+    /// Miri takes a second for what a processor does in microseconds.
+    const SHRINK: usize = if cfg!(miri) { 40 } else { 1 };
+
     fn small() -> CopyTuning {
-        CopyTuning { stream_bytes: 64 << 10, share_bytes: 8 << 10, chunk_bytes: 5000 }
+        CopyTuning { stream_bytes: 64 << 10, share_bytes: 8192 / SHRINK, chunk_bytes: 5000 / SHRINK }
     }
 
     #[test]
@@ -228,9 +231,8 @@ mod tests {
                 for seed in 0..4_usize {
                     let pool = &pool;
                     scope.spawn(move || {
-                        for round in 0..20 {
-                            let len =
-                                if cfg!(miri) { 9000 } else { 1 + (seed * 7919 + round * 20011) % 200_000 };
+                        for round in 0..if cfg!(miri) { 3 } else { 20 } {
+                            let len = 1 + (seed * 7919 + round * 20011) % 200_000 / SHRINK;
                             let src: Vec<u8> = (0..len).map(|i| (i * 31 + seed + round) as u8).collect();
                             let mut dst = vec![0_u8; len];
                             // SAFETY: both vectors are alive and not used otherwise meanwhile.
@@ -246,7 +248,7 @@ mod tests {
     #[test]
     fn shared_pieces_are_exact() {
         let pool = CopyPool::new(2).unwrap().with_tuning(small());
-        let src: Vec<u8> = (0..60_000).map(|i| (i * 13 / 7) as u8).collect();
+        let src: Vec<u8> = (0..60_000 / SHRINK).map(|i| (i * 13 / 7) as u8).collect();
         let mut dst = vec![0_u8; src.len()];
         let (from, to) = (HostView::of(&src), HostView::of_mut(&mut dst));
         let mut pieces = Vec::new();
@@ -254,7 +256,7 @@ mod tests {
         while at + len <= src.len() {
             pieces.push(CopyPiece::new(from.slice(at, len).unwrap(), to.slice(at, len).unwrap()).unwrap());
             at += len;
-            len = len * 3 % 4001;
+            len = len * 3 % (4001 / SHRINK);
         }
         // SAFETY: both vectors are alive and not used otherwise meanwhile.
         unsafe { pool.copy_pieces(&pieces) };
