@@ -1,0 +1,112 @@
+//! What can be chosen.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use posthorse_core::{Error, Result};
+use serde::{Deserialize, Serialize};
+
+/// The variable that overrides [`ShmConfig::host_id`].
+pub const HOST_ID_VARIABLE: &str = "POSTHORSE_HOST_ID";
+
+/// The configuration of a [`ShmTransport`](crate::ShmTransport). Every key has a default; unknown keys are refused.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ShmConfig {
+    /// Peers whose host id differs are kept apart as if they were on another host; `None` is an id of its own.
+    /// `POSTHORSE_HOST_ID` overrides it.
+    pub host_id: Option<String>,
+    /// Where the rendezvous socket lies. `None`: in the abstract namespace, which leaves nothing behind and is
+    /// shared by the processes of one network namespace. A path: in that folder, which must belong to this user
+    /// alone and is shared by whoever mounts it.
+    pub folder: Option<PathBuf>,
+    /// How many grants can be live at once, standing ones of published regions included.
+    pub max_grants: u32,
+    /// How many peers may be connected to this process at once.
+    pub max_peers: u32,
+    /// How many bytes one call of `submit` copies by itself; whatever is beyond goes to the copy threads.
+    pub inline_bytes: usize,
+    /// In which pieces the copy threads work, in bytes: a cancelled slice ends after the piece under way.
+    pub piece_bytes: usize,
+    /// How many copy threads there are.
+    pub copy_threads: u32,
+    /// How many slices a path queues before it pushes back.
+    pub queue_slices: u32,
+    /// How long a peer may leave a question of the rendezvous unanswered, in milliseconds.
+    pub liveness_ms: u64,
+    /// Whether memory without a shareable file is reached by `process_vm_readv/writev`.
+    pub process_vm: bool,
+}
+
+impl Default for ShmConfig {
+    fn default() -> Self {
+        Self {
+            host_id: None,
+            folder: None,
+            max_grants: 1 << 16,
+            max_peers: 1024,
+            inline_bytes: 1 << 20,
+            piece_bytes: 4 << 20,
+            copy_threads: 2,
+            queue_slices: 4096,
+            liveness_ms: 3000,
+            process_vm: true,
+        }
+    }
+}
+
+impl ShmConfig {
+    /// The configuration as the environment overrides it.
+    ///
+    /// # Errors
+    /// `InvalidConfig` when a value is out of its range.
+    pub(crate) fn checked(mut self) -> Result<Self> {
+        if let Some(id) = std::env::var_os(HOST_ID_VARIABLE) {
+            let id = id.into_string().map_err(|id| {
+                Error::invalid_config(HOST_ID_VARIABLE, format_args!("{id:?}"), "text in UTF-8")
+            })?;
+            self.host_id = (!id.is_empty()).then_some(id);
+        }
+        if let Some(id) = &self.host_id {
+            in_range("host_id's length", id.len() as u64, 1, 256)?;
+        }
+        in_range("max_grants", self.max_grants.into(), 1, 1 << 24)?;
+        in_range("max_peers", self.max_peers.into(), 1, 1 << 16)?;
+        in_range("inline_bytes", self.inline_bytes as u64, 0, 1 << 30)?;
+        in_range("piece_bytes", self.piece_bytes as u64, 64 << 10, 1 << 30)?;
+        in_range("copy_threads", self.copy_threads.into(), 1, 64)?;
+        in_range("queue_slices", self.queue_slices.into(), 1, 1 << 20)?;
+        in_range("liveness_ms", self.liveness_ms, 1, 3_600_000)?;
+        Ok(self)
+    }
+
+    pub(crate) const fn liveness(&self) -> Duration {
+        Duration::from_millis(self.liveness_ms)
+    }
+}
+
+fn in_range(key: &str, value: u64, min: u64, max: u64) -> Result<()> {
+    if (min..=max).contains(&value) {
+        return Ok(());
+    }
+    Err(Error::invalid_config(key, value, &format!("{min} to {max}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_unknown_key_is_refused_by_name() {
+        let error = serde_json::from_str::<ShmConfig>(r#"{"copy_thread": 1}"#).unwrap_err();
+        assert!(error.to_string().contains("copy_thread"), "{error}");
+        let config: ShmConfig = serde_json::from_str(r#"{"copy_threads": 1}"#).unwrap();
+        assert_eq!(config, ShmConfig { copy_threads: 1, ..ShmConfig::default() });
+    }
+
+    #[test]
+    fn a_value_out_of_range_is_refused_with_what_is_accepted() {
+        let error = ShmConfig { copy_threads: 65, ..ShmConfig::default() }.checked().unwrap_err();
+        assert!(error.to_string().contains("copy_threads is 65; accepted: 1 to 64"), "{error}");
+    }
+}

@@ -1,0 +1,461 @@
+//! Which slices wait for the copy threads, and which piece is copied next: a state machine without threads.
+//!
+//! Slices are cut into pieces. Within a priority the slices take turns, a piece each, so that a small one does
+//! not wait for all of a large one. A slice whose region is not mapped yet waits apart until it is.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+
+use posthorse_core::{Completion, Error, FarEnd, Level, PathId, Priority, RegionId, Slice, SliceError};
+
+use crate::rendezvous::wire::MapRequest;
+
+/// Small slices are handed out several at a time, up to this many.
+const PIECES: usize = 64;
+
+/// Part of a slice, to be copied by one thread. `T` is what the slice was pushed with.
+#[derive(Debug)]
+pub(crate) struct Piece<T> {
+    job: usize,
+    path: PathId,
+    pub(crate) link: T,
+    pub(crate) slice: Slice,
+    pub(crate) offset: u64,
+    pub(crate) len: u64,
+}
+
+#[derive(Debug)]
+struct Job<T> {
+    path: PathId,
+    link: T,
+    slice: Slice,
+    /// Where the next piece begins.
+    next: u64,
+    /// Pieces that are being copied.
+    active: u32,
+    error: Option<Error>,
+    waiting_for: Option<MapRequest>,
+}
+
+#[derive(Debug, Default)]
+struct Load {
+    queued: u32,
+    active: u32,
+    /// Fewer slices were taken than offered.
+    starved: bool,
+    closed: bool,
+}
+
+/// What is to be reported once no lock is held.
+#[derive(Debug, Default)]
+pub(crate) struct Reports {
+    pub(crate) completions: Vec<Completion>,
+    pub(crate) writable: Vec<PathId>,
+}
+
+/// What became of a slice that was offered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Push {
+    Taken,
+    Full,
+    Closed,
+}
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub(crate) struct Jobs<T> {
+    piece_bytes: u64,
+    limit: u32,
+    slab: Vec<Option<Job<T>>>,
+    free: Vec<usize>,
+    ready: [VecDeque<usize>; 3],
+    paths: HashMap<PathId, Load>,
+}
+
+/// A completion of this slice or notification that says why it failed. Nothing of it is under way any more.
+pub(crate) const fn failure(token: u64, error: Error) -> Completion {
+    Completion { token, result: Err(SliceError { error, far_end: FarEnd::Quiet }) }
+}
+
+/// Copies are visible when they are done.
+pub(crate) const fn success(token: u64) -> Completion {
+    Completion { token, result: Ok(Level::Visible) }
+}
+
+const fn rank(priority: Priority) -> usize {
+    match priority {
+        Priority::High => 0,
+        Priority::Medium => 1,
+        Priority::Low => 2,
+    }
+}
+
+impl<T: Clone> Jobs<T> {
+    /// At most `limit` slices a path.
+    pub(crate) fn new(piece_bytes: usize, limit: u32) -> Self {
+        Self {
+            piece_bytes: piece_bytes as u64,
+            limit,
+            slab: Vec::with_capacity(limit as usize),
+            free: Vec::with_capacity(limit as usize),
+            ready: std::array::from_fn(|_| VecDeque::with_capacity(limit as usize)),
+            paths: HashMap::new(),
+        }
+    }
+
+    /// Takes slices of this path from now on.
+    pub(crate) fn open(&mut self, path: PathId) {
+        self.paths.insert(path, Load::default());
+    }
+
+    /// Offers a slice, which may have to wait until its region is mapped.
+    pub(crate) fn push(&mut self, path: PathId, slice: &Slice, link: T, waiting_for: Option<MapRequest>) -> Push {
+        let Some(load) = self.paths.get_mut(&path).filter(|load| !load.closed) else { return Push::Closed };
+        if load.queued >= self.limit {
+            load.starved = true;
+            return Push::Full;
+        }
+        load.queued += 1;
+        let job = Job { path, link, slice: *slice, next: 0, active: 0, error: None, waiting_for };
+        let index = self.free.pop().unwrap_or(self.slab.len());
+        match self.slab.get_mut(index) {
+            Some(place) => *place = Some(job),
+            None => self.slab.push(Some(job)),
+        }
+        if waiting_for.is_none() {
+            self.ready[rank(slice.priority)].push_back(index);
+        }
+        Push::Taken
+    }
+
+    /// Hands out what one thread should copy next: one piece of a large slice, or several small slices.
+    pub(crate) fn take(&mut self, pieces: &mut Vec<Piece<T>>) {
+        let mut bytes = 0;
+        for rank in 0..self.ready.len() {
+            while bytes < self.piece_bytes && pieces.len() < PIECES {
+                let Some(index) = self.ready[rank].pop_front() else { break };
+                let Some(job) = self.slab.get_mut(index).and_then(Option::as_mut) else { continue };
+                let len = self.piece_bytes.min(job.slice.local.len() - job.next);
+                pieces.push(Piece {
+                    job: index,
+                    path: job.path,
+                    link: job.link.clone(),
+                    slice: job.slice,
+                    offset: job.next,
+                    len,
+                });
+                job.next += len;
+                job.active += 1;
+                bytes += len;
+                if job.next < job.slice.local.len() {
+                    self.ready[rank].push_back(index);
+                }
+                if let Some(load) = self.paths.get_mut(&job.path) {
+                    load.active += 1;
+                }
+            }
+        }
+    }
+
+    /// A piece was copied, or could not be.
+    pub(crate) fn finish(&mut self, piece: &Piece<T>, result: Result<(), Error>, reports: &mut Reports) {
+        let Some(job) = self.slab.get_mut(piece.job).and_then(Option::as_mut) else { return };
+        job.active -= 1;
+        if let Err(error) = result {
+            self.call_off(piece.job, error);
+        }
+        self.complete_if_over(piece.job, reports);
+    }
+
+    /// What [`Jobs::finish`] gave for this piece has been reported.
+    pub(crate) fn reported(&mut self, piece: &Piece<T>) {
+        if let Some(load) = self.paths.get_mut(&piece.path) {
+            load.active -= 1;
+        }
+        self.forget_if_idle(piece.path);
+    }
+
+    /// A region was mapped: the slices that waited for it are ready.
+    pub(crate) fn release(&mut self, path: PathId, region: RegionId, writable: bool) {
+        for (index, job) in self.slab.iter_mut().enumerate() {
+            let Some(job) = job.as_mut().filter(|job| job.path == path) else { continue };
+            if job.waiting_for.is_some_and(|wanted| wanted.region == region && (writable || !wanted.write)) {
+                job.waiting_for = None;
+                self.ready[rank(job.slice.priority)].push_back(index);
+            }
+        }
+    }
+
+    /// A region cannot be mapped: the slices that waited for it fail.
+    pub(crate) fn fail(&mut self, path: PathId, request: MapRequest, error: &Error, reports: &mut Reports) {
+        self.call_off_where(|job| job.path == path && job.waiting_for == Some(request), error, reports);
+    }
+
+    /// The tokens of a path's slices that have not ended.
+    pub(crate) fn tokens(&self, path: PathId) -> Vec<u64> {
+        self.slab.iter().flatten().filter(|job| job.path == path).map(|job| job.slice.token).collect()
+    }
+
+    /// Calls slices off; of those under way, what is not being copied right now.
+    pub(crate) fn cancel(&mut self, path: PathId, tokens: &HashSet<u64>, error: &Error, reports: &mut Reports) {
+        self.call_off_where(|job| job.path == path && tokens.contains(&job.slice.token), error, reports);
+    }
+
+    /// Calls every slice of a path off, and takes no more.
+    pub(crate) fn close(&mut self, path: PathId, error: &Error, reports: &mut Reports) {
+        if let Some(load) = self.paths.get_mut(&path) {
+            load.closed = true;
+            load.starved = false;
+        }
+        self.call_off_where(|job| job.path == path, error, reports);
+        self.forget_if_idle(path);
+    }
+
+    /// Whether a closed path has nothing under way, or unreported, any more.
+    pub(crate) fn is_idle(&self, path: PathId) -> bool {
+        self.paths.get(&path).is_none_or(|load| load.active == 0)
+    }
+
+    fn call_off_where(&mut self, which: impl Fn(&Job<T>) -> bool, error: &Error, reports: &mut Reports) {
+        for index in 0..self.slab.len() {
+            if self.slab[index].as_ref().is_some_and(&which) {
+                self.call_off(index, error.clone());
+                self.complete_if_over(index, reports);
+            }
+        }
+    }
+
+    /// No further piece of this job is begun; it has failed, unless it had been copied whole.
+    fn call_off(&mut self, index: usize, error: Error) {
+        let Some(job) = self.slab.get_mut(index).and_then(Option::as_mut) else { return };
+        let queue = &mut self.ready[rank(job.slice.priority)];
+        if job.next < job.slice.local.len() && job.waiting_for.is_none() {
+            queue.retain(|other| *other != index);
+        }
+        job.next = job.slice.local.len();
+        job.waiting_for = None;
+        job.error.get_or_insert(error);
+    }
+
+    fn complete_if_over(&mut self, index: usize, reports: &mut Reports) {
+        let Some(place) = self.slab.get_mut(index) else { return };
+        let is_over = |job: &mut Job<T>| job.active == 0 && job.next >= job.slice.local.len();
+        let Some(job) = place.take_if(is_over) else { return };
+        self.free.push(index);
+        let token = job.slice.token;
+        reports.completions.push(job.error.map_or_else(|| success(token), |error| failure(token, error)));
+        if let Some(load) = self.paths.get_mut(&job.path) {
+            load.queued -= 1;
+            if load.starved && load.queued <= self.limit / 2 {
+                load.starved = false;
+                reports.writable.push(job.path);
+            }
+        }
+        self.forget_if_idle(job.path);
+    }
+
+    fn forget_if_idle(&mut self, path: PathId) {
+        if self.paths.get(&path).is_some_and(|load| load.closed && load.queued == 0 && load.active == 0) {
+            self.paths.remove(&path);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ptr::NonNull;
+
+    use posthorse_core::{Checksum, ErrorKind, HostView, Opcode, RemoteKey, View};
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const PATH: PathId = PathId(1);
+    const WANTED: MapRequest = MapRequest { region: RegionId(9), write: true };
+
+    fn slice(token: u64, len: usize, priority: Priority) -> Slice {
+        Slice {
+            token,
+            opcode: Opcode::Write,
+            priority,
+            checksum: Checksum::Off,
+            level: Level::Visible,
+            local: View::Host(HostView::new(NonNull::dangling(), len)),
+            local_region: RegionId(0),
+            remote_address: 0,
+            grant: None,
+            remote_key: RemoteKey::NONE,
+            ready: None,
+        }
+    }
+
+    fn jobs(limit: u32) -> Jobs<()> {
+        let mut jobs = Jobs::new(100, limit);
+        jobs.open(PATH);
+        jobs
+    }
+
+    fn take(jobs: &mut Jobs<()>) -> Vec<Piece<()>> {
+        let mut pieces = Vec::new();
+        jobs.take(&mut pieces);
+        pieces
+    }
+
+    fn brief(pieces: &[Piece<()>]) -> Vec<(u64, u64, u64)> {
+        pieces.iter().map(|piece| (piece.slice.token, piece.offset, piece.len)).collect()
+    }
+
+    fn error(kind: ErrorKind) -> Error {
+        Error::new(kind, "why")
+    }
+
+    fn kinds(reports: &Reports) -> Vec<(u64, Option<ErrorKind>)> {
+        let kind = |done: &Completion| done.result.as_ref().err().map(|error| error.error.kind());
+        reports.completions.iter().map(|done| (done.token, kind(done))).collect()
+    }
+
+    #[test]
+    fn slices_take_turns_and_the_urgent_go_first() {
+        let mut jobs = jobs(10);
+        jobs.push(PATH, &slice(1, 250, Priority::Medium), (), None);
+        jobs.push(PATH, &slice(2, 30, Priority::Medium), (), None);
+        jobs.push(PATH, &slice(3, 10, Priority::High), (), None);
+        assert_eq!(brief(&take(&mut jobs)), [(3, 0, 10), (1, 0, 100)]);
+        assert_eq!(brief(&take(&mut jobs)), [(2, 0, 30), (1, 100, 100)]);
+        assert_eq!(brief(&take(&mut jobs)), [(1, 200, 50)]);
+        assert_eq!(brief(&take(&mut jobs)), []);
+    }
+
+    #[test]
+    fn a_slice_ends_with_its_last_piece() {
+        let mut jobs = jobs(10);
+        jobs.push(PATH, &slice(1, 150, Priority::Low), (), None);
+        let (first, second) = (take(&mut jobs), take(&mut jobs));
+        let mut reports = Reports::default();
+        jobs.finish(&second[0], Ok(()), &mut reports);
+        assert!(reports.completions.is_empty());
+        jobs.finish(&first[0], Err(error(ErrorKind::Corrupt)), &mut reports);
+        assert_eq!(kinds(&reports), [(1, Some(ErrorKind::Corrupt))]);
+    }
+
+    #[test]
+    fn a_full_path_pushes_back_and_says_when_there_is_room() {
+        let mut jobs = jobs(2);
+        for token in 0..2 {
+            assert_eq!(jobs.push(PATH, &slice(token, 1, Priority::Medium), (), None), Push::Taken);
+        }
+        assert_eq!(jobs.push(PATH, &slice(2, 1, Priority::Medium), (), None), Push::Full);
+        let mut reports = Reports::default();
+        for piece in take(&mut jobs) {
+            jobs.finish(&piece, Ok(()), &mut reports);
+        }
+        assert_eq!(reports.writable, [PATH]);
+        assert_eq!(kinds(&reports), [(0, None), (1, None)]);
+    }
+
+    #[test]
+    fn a_slice_waits_for_its_region() {
+        let mut jobs = jobs(4);
+        jobs.push(PATH, &slice(1, 1, Priority::Medium), (), Some(WANTED));
+        jobs.push(PATH, &slice(2, 1, Priority::Medium), (), Some(MapRequest { write: false, ..WANTED }));
+        assert!(take(&mut jobs).is_empty());
+        jobs.release(PATH, WANTED.region, false);
+        assert_eq!(brief(&take(&mut jobs)), [(2, 0, 1)]);
+        let mut reports = Reports::default();
+        jobs.fail(PATH, WANTED, &error(ErrorKind::AccessDenied), &mut reports);
+        assert_eq!(kinds(&reports), [(1, Some(ErrorKind::AccessDenied))]);
+    }
+
+    #[test]
+    fn closing_ends_what_waits_and_lets_what_is_copied_end() {
+        let mut jobs = jobs(4);
+        jobs.push(PATH, &slice(1, 150, Priority::Medium), (), None);
+        jobs.push(PATH, &slice(2, 1, Priority::Medium), (), Some(WANTED));
+        let first = take(&mut jobs);
+        let mut reports = Reports::default();
+        jobs.close(PATH, &error(ErrorKind::Flushed), &mut reports);
+        assert_eq!(kinds(&reports), [(2, Some(ErrorKind::Flushed))]);
+        assert!(!jobs.is_idle(PATH));
+        assert_eq!(jobs.push(PATH, &slice(3, 1, Priority::Medium), (), None), Push::Closed);
+        assert!(take(&mut jobs).is_empty());
+        jobs.finish(&first[0], Ok(()), &mut reports);
+        assert_eq!(kinds(&reports), [(2, Some(ErrorKind::Flushed)), (1, Some(ErrorKind::Flushed))]);
+        assert!(!jobs.is_idle(PATH), "it is not reported yet");
+        jobs.reported(&first[0]);
+        assert!(jobs.is_idle(PATH) && jobs.paths.is_empty());
+    }
+
+    #[derive(Debug, Clone)]
+    enum Step {
+        Push(usize, bool),
+        Take,
+        Finish(usize, bool),
+        Release,
+        Fail,
+        Cancel(u64),
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        prop_oneof![
+            4 => (1_usize..350, any::<bool>()).prop_map(|(len, waits)| Step::Push(len, waits)),
+            4 => Just(Step::Take),
+            4 => (any::<usize>(), any::<bool>()).prop_map(|(which, fails)| Step::Finish(which, fails)),
+            1 => Just(Step::Release),
+            1 => Just(Step::Fail),
+            1 => (0_u64..40).prop_map(Step::Cancel),
+        ]
+    }
+
+    proptest! {
+        /// Whatever happens, each slice taken ends exactly once, after its last piece, and no byte is copied twice.
+        #[test]
+        fn every_slice_ends_once(steps in proptest::collection::vec(step(), 0..80)) {
+            let mut jobs = jobs(8);
+            let mut reports = Reports::default();
+            let mut out: Vec<Piece<()>> = Vec::new();
+            let mut taken = 0;
+            let mut copied: HashMap<u64, u64> = HashMap::new();
+            for step in steps {
+                match step {
+                    Step::Push(len, waits) => {
+                        let wanted = waits.then_some(WANTED);
+                        if jobs.push(PATH, &slice(taken, len, Priority::Medium), (), wanted) == Push::Taken {
+                            taken += 1;
+                        }
+                    }
+                    Step::Take => {
+                        for piece in take(&mut jobs) {
+                            let at = copied.entry(piece.slice.token).or_default();
+                            prop_assert_eq!(*at, piece.offset);
+                            *at += piece.len;
+                            out.push(piece);
+                        }
+                    }
+                    Step::Finish(which, fails) if !out.is_empty() => {
+                        let piece = out.swap_remove(which % out.len());
+                        let result = if fails { Err(error(ErrorKind::Corrupt)) } else { Ok(()) };
+                        jobs.finish(&piece, result, &mut reports);
+                        jobs.reported(&piece);
+                    }
+                    Step::Finish(..) => {}
+                    Step::Release => jobs.release(PATH, WANTED.region, true),
+                    Step::Fail => jobs.fail(PATH, WANTED, &error(ErrorKind::AccessDenied), &mut reports),
+                    Step::Cancel(token) => {
+                        jobs.cancel(PATH, &HashSet::from([token]), &error(ErrorKind::Cancelled), &mut reports);
+                    }
+                }
+                for done in &reports.completions {
+                    prop_assert!(out.iter().all(|piece| piece.slice.token != done.token), "ended while being copied");
+                }
+            }
+            jobs.close(PATH, &error(ErrorKind::Flushed), &mut reports);
+            for piece in out {
+                jobs.finish(&piece, Ok(()), &mut reports);
+                jobs.reported(&piece);
+            }
+            let mut ended: Vec<_> = reports.completions.iter().map(|done| done.token).collect();
+            ended.sort_unstable();
+            prop_assert_eq!(ended, (0..taken).collect::<Vec<_>>());
+            prop_assert!(jobs.is_idle(PATH));
+        }
+    }
+}

@@ -1,0 +1,421 @@
+//! A path: this process's end of a rendezvous with the owner of the memory.
+
+use std::collections::{HashMap, VecDeque};
+use std::fmt;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Mutex, RwLock};
+use posthorse_core::{
+    Completion, Deadline, Error, ErrorKind, PathId, PathState, RegionId, Result, Slice, TransportEvents,
+};
+use rustix::io::Errno;
+use rustix::net::{Shutdown, shutdown};
+use rustix::process::Pid;
+
+use crate::copiers::{Arrival, Copiers};
+use crate::jobs::{Push, failure, success};
+use crate::owner::wait_until;
+use crate::remote::RemoteRegion;
+use crate::rendezvous::reactor::{Reactor, Source, SourceId};
+use crate::rendezvous::socket::{Packet, PacketBuffer, send};
+use crate::rendezvous::wire::{MAX_NOTIFICATION, MapRequest, RegionReply, Request, ToClient, encode_notify};
+use crate::slots::Slots;
+use crate::table::{PeerHash, PeerTable};
+
+/// Notifications that the peer has not acknowledged.
+const MAX_UNACKNOWLEDGED: usize = 1024;
+
+/// What a rendezvous brought.
+#[derive(Debug)]
+pub(crate) struct Met {
+    pub(crate) peer: Arc<str>,
+    pub(crate) me: PeerHash,
+    pub(crate) socket: OwnedFd,
+    pub(crate) table: PeerTable,
+    pub(crate) slots: Arc<Slots>,
+    /// The process, where its memory can be reached by `process_vm`; else why not.
+    pub(crate) process: Result<Pid>,
+}
+
+/// What a path works with.
+#[derive(Debug, Clone)]
+pub(crate) struct Surroundings {
+    pub(crate) reactor: Arc<Reactor>,
+    pub(crate) copiers: Arc<Copiers>,
+    pub(crate) events: Arc<dyn TransportEvents>,
+    pub(crate) liveness: Duration,
+}
+
+/// See the module's documentation.
+pub(crate) struct Link {
+    pub(crate) id: PathId,
+    pub(crate) met: Met,
+    around: Surroundings,
+    socket_id: SourceId,
+    process_id: SourceId,
+    regions: RwLock<HashMap<RegionId, Arc<RemoteRegion>>>,
+    pending: Mutex<Pending>,
+    /// Tokens of notifications that the peer has not acknowledged.
+    notifications: Mutex<VecDeque<u64>>,
+    up: AtomicBool,
+    /// Threads inside of `submit`.
+    inside: AtomicU32,
+}
+
+/// Regions that were asked for and are not here yet.
+#[derive(Debug, Default)]
+struct Pending {
+    asked: HashMap<MapRequest, Instant>,
+    waiters: Vec<(MapRequest, SyncSender<Result<()>>)>,
+}
+
+/// A thread inside of `submit`: closing the path waits for it.
+#[derive(Debug)]
+pub(crate) struct Inside<'a>(&'a Link);
+
+impl Drop for Inside<'_> {
+    fn drop(&mut self) {
+        self.0.inside.fetch_sub(1, Ordering::Release);
+    }
+}
+
+impl Link {
+    pub(crate) fn new(id: PathId, met: Met, around: Surroundings) -> Arc<Self> {
+        let (socket_id, process_id) = (around.reactor.number(), around.reactor.number());
+        around.copiers.open(id);
+        Arc::new(Self {
+            id,
+            met,
+            around,
+            socket_id,
+            process_id,
+            regions: RwLock::default(),
+            pending: Mutex::default(),
+            notifications: Mutex::default(),
+            up: AtomicBool::new(true),
+            inside: AtomicU32::new(0),
+        })
+    }
+
+    /// Begins to listen to the peer.
+    pub(crate) fn watch(self: &Arc<Self>, pidfd: OwnedFd) -> Result<()> {
+        let this = Arc::downgrade(self);
+        let ended = move || {
+            if let Some(this) = this.upgrade() {
+                this.lost(Error::new(ErrorKind::PeerGone, "the peer's process has ended"));
+            }
+        };
+        let watch = crate::rendezvous::reactor::ProcessWatch::new(pidfd, ended);
+        self.around.reactor.add(self.process_id, Arc::new(watch))?;
+        self.around.reactor.add(self.socket_id, Arc::clone(self) as Arc<dyn Source>)
+    }
+
+    pub(crate) fn events(&self) -> &dyn TransportEvents {
+        &*self.around.events
+    }
+
+    fn down(&self) -> Error {
+        Error::new(ErrorKind::PathFailed, format!("path {} is down", self.id)).with_peer(&*self.met.peer)
+    }
+
+    /// # Errors
+    /// `PathFailed` when the path is down.
+    pub(crate) fn enter(&self) -> Result<Inside<'_>> {
+        // Counted before it is looked at, so that whoever takes the path down either sees us or is seen.
+        self.inside.fetch_add(1, Ordering::SeqCst);
+        let inside = Inside(self);
+        if self.up.load(Ordering::SeqCst) { Ok(inside) } else { Err(self.down()) }
+    }
+
+    /// A region, if it is here, and can be written if `write` says so.
+    pub(crate) fn region(&self, wanted: MapRequest) -> Option<Arc<RemoteRegion>> {
+        self.regions.read().get(&wanted.region).filter(|region| region.writable() || !wanted.write).cloned()
+    }
+
+    /// Leaves a slice to the copy threads, and asks for its region if that is not here yet.
+    pub(crate) fn enqueue(self: &Arc<Self>, slice: &Slice, wanted: MapRequest) -> Push {
+        if self.region(wanted).is_some() {
+            return self.around.copiers.push(self, slice, None);
+        }
+        let (push, ask) = {
+            // Under the lock, or the region could arrive between looking and leaving the slice.
+            let mut pending = self.pending.lock();
+            if self.region(wanted).is_some() {
+                (self.around.copiers.push(self, slice, None), false)
+            } else {
+                let push = self.around.copiers.push(self, slice, Some(wanted));
+                (push, push == Push::Taken && pending.ask(wanted))
+            }
+        };
+        if ask {
+            self.ask(wanted);
+        }
+        push
+    }
+
+    /// Waits until a region is here.
+    pub(crate) fn await_region(&self, wanted: MapRequest) -> Result<Arc<RemoteRegion>> {
+        let (arrived, ask) = {
+            let mut pending = self.pending.lock();
+            if let Some(region) = self.region(wanted) {
+                return Ok(region);
+            }
+            let (tell, arrived): (_, Receiver<Result<()>>) = sync_channel(1);
+            pending.waiters.push((wanted, tell));
+            (arrived, pending.ask(wanted))
+        };
+        if ask {
+            self.ask(wanted);
+        }
+        if !self.up.load(Ordering::SeqCst) {
+            return Err(self.down());
+        }
+        // The reactor answers within the liveness time, and a little later with a failure.
+        match arrived.recv_timeout(self.around.liveness * 2) {
+            Ok(result) => result?,
+            Err(_) => return Err(Deadline::exceeded("the peer to lend a region").with_peer(&*self.met.peer)),
+        }
+        self.region(wanted).ok_or_else(|| {
+            Error::new(ErrorKind::NotRegistered, format!("the peer has withdrawn region {}", wanted.region))
+        })
+    }
+
+    fn ask(&self, wanted: MapRequest) {
+        if let Err(error) = send(&self.met.socket, &Request::Map(wanted).encode(), &[]) {
+            self.refuse(wanted, &self.send_error(error));
+        }
+    }
+
+    fn send_error(&self, error: Errno) -> Error {
+        let error = match error {
+            Errno::AGAIN => Error::new(ErrorKind::QueueFull, "the peer does not read what it is sent"),
+            Errno::PIPE | Errno::CONNRESET => Error::new(ErrorKind::PeerGone, "the peer has closed the rendezvous"),
+            other => Error::os("sending on the rendezvous socket", &other.into()),
+        };
+        error.with_peer(&*self.met.peer)
+    }
+
+    /// A copy thread has mapped what arrived, or could not.
+    pub(crate) fn arrived(&self, request: MapRequest, region: Result<RemoteRegion>) {
+        let region = match region {
+            Ok(region) => region,
+            Err(error) => return self.refuse(request, &error.with_peer(&*self.met.peer)),
+        };
+        let writable = region.writable();
+        let waiters = {
+            let mut pending = self.pending.lock();
+            if pending.asked.remove(&request).is_none() {
+                // Withdrawn or given up meanwhile.
+                return;
+            }
+            let mut regions = self.regions.write();
+            // One that can be written is as good for reading as one that cannot.
+            if writable || !regions.contains_key(&request.region) {
+                regions.insert(request.region, Arc::new(region));
+            }
+            drop(regions);
+            self.around.copiers.release(self.id, request.region, writable);
+            pending.take_waiters(|wanted| wanted.region == request.region && (writable || !wanted.write))
+        };
+        tell(waiters, &Ok(()));
+    }
+
+    fn refuse(&self, request: MapRequest, error: &Error) {
+        let waiters = {
+            let mut pending = self.pending.lock();
+            pending.asked.remove(&request);
+            pending.take_waiters(|wanted| *wanted == request)
+        };
+        self.around.copiers.fail(self.id, request, error);
+        tell(waiters, &Err(error.clone()));
+    }
+
+    /// Sends a notification.
+    pub(crate) fn notify(&self, token: u64, data: &[u8]) -> Result<()> {
+        if data.len() > MAX_NOTIFICATION {
+            return Err(Error::new(
+                ErrorKind::TooLarge,
+                format!("the notification has {} bytes; accepted: up to {MAX_NOTIFICATION}", data.len()),
+            ));
+        }
+        let _inside = self.enter()?;
+        {
+            let mut unacknowledged = self.notifications.lock();
+            if unacknowledged.len() >= MAX_UNACKNOWLEDGED {
+                return Err(Error::new(
+                    ErrorKind::QueueFull,
+                    format!("{MAX_UNACKNOWLEDGED} notifications to this peer are not acknowledged yet"),
+                )
+                .with_peer(&*self.met.peer));
+            }
+            // Before it is sent, as the answer may be here before we are back.
+            unacknowledged.push_back(token);
+        }
+        match send(&self.met.socket, &encode_notify(token, data), &[]) {
+            Ok(()) => Ok(()),
+            // If the path went down meanwhile, the token's completion says so.
+            Err(error) if self.take_notification(token) => Err(self.send_error(error)),
+            Err(_) => Ok(()),
+        }
+    }
+
+    fn take_notification(&self, token: u64) -> bool {
+        let mut unacknowledged = self.notifications.lock();
+        let at = unacknowledged.iter().position(|other| *other == token);
+        at.and_then(|at| unacknowledged.remove(at)).is_some()
+    }
+
+    /// The peer is gone: ends everything on the path, and says so.
+    fn lost(&self, error: Error) {
+        let error = error.with_peer(&*self.met.peer);
+        if self.close(&error) {
+            self.around.events.path_changed(self.id, &PathState::Down(error));
+        }
+    }
+
+    /// Ends everything on the path for this reason. Pieces that are being copied right now report when they are
+    /// done. False when the path was down already.
+    pub(crate) fn close(&self, error: &Error) -> bool {
+        if !self.up.swap(false, Ordering::SeqCst) {
+            return false;
+        }
+        self.around.copiers.close(self.id, error);
+        let tokens = std::mem::take(&mut *self.notifications.lock());
+        let failed: Vec<Completion> = tokens.into_iter().map(|token| failure(token, error.clone())).collect();
+        if !failed.is_empty() {
+            self.around.events.completed(&failed);
+        }
+        let waiters = {
+            let mut pending = self.pending.lock();
+            pending.asked.clear();
+            self.regions.write().clear();
+            std::mem::take(&mut pending.waiters)
+        };
+        tell(waiters.into_iter().map(|(_, tell)| tell).collect(), &Err(error.clone()));
+        self.around.reactor.remove(self.socket_id);
+        self.around.reactor.remove(self.process_id);
+        // The peer hears of it even while a lease keeps the socket open.
+        let _ = shutdown(&self.met.socket, Shutdown::Both);
+        true
+    }
+
+    /// Waits until nothing of a closed path is being copied: at most one piece a thread.
+    pub(crate) fn await_quiet(&self) {
+        self.around.copiers.await_idle(self.id);
+        let _ = wait_until(Deadline::NEVER, "submitting threads", || self.inside.load(Ordering::SeqCst) == 0);
+    }
+
+    fn handle(self: &Arc<Self>, packet: Packet<'_>) -> Result<()> {
+        let Packet { bytes, mut fds } = packet;
+        match ToClient::decode(bytes)? {
+            ToClient::Region(reply) => {
+                if self.pending.lock().asked.contains_key(&reply.request) {
+                    self.region_reply(reply, fds.pop());
+                }
+            }
+            ToClient::RegionRefused { request, refusal } => {
+                self.refuse(request, &refusal.into_error().with_peer(&*self.met.peer));
+            }
+            ToClient::Withdrawn { region } => {
+                let region = self.regions.write().remove(&region);
+                drop(region);
+            }
+            ToClient::Notified { token, refusal } => {
+                if self.take_notification(token) {
+                    let done = refusal.map_or_else(
+                        || success(token),
+                        |refusal| failure(token, refusal.into_error().with_peer(&*self.met.peer)),
+                    );
+                    self.around.events.completed(&[done]);
+                }
+            }
+            ToClient::Welcome(_) | ToClient::Refused(_) => {
+                return Err(Error::new(ErrorKind::Malformed, "a second welcome on one rendezvous"));
+            }
+        }
+        Ok(())
+    }
+
+    fn region_reply(self: &Arc<Self>, reply: RegionReply, file: Option<OwnedFd>) {
+        match (reply.offset, file, &self.met.process) {
+            (Some(offset), Some(file), _) => {
+                self.around.copiers.map(Arrival { link: Arc::clone(self), reply, offset, file });
+            }
+            (None, None, Ok(pid)) => self.arrived(reply.request, Ok(RemoteRegion::in_process(&reply, *pid))),
+            (None, None, Err(error)) => {
+                self.refuse(reply.request, &error.clone().context("the peer's region is not a file in memory"));
+            }
+            _ => {
+                let error = Error::new(ErrorKind::Malformed, "a region came without its file, or a file without place");
+                self.refuse(reply.request, &error.with_peer(&*self.met.peer));
+            }
+        }
+    }
+}
+
+impl Pending {
+    /// Notes that a region is asked for. False when it was already.
+    fn ask(&mut self, wanted: MapRequest) -> bool {
+        if self.asked.contains_key(&wanted) {
+            return false;
+        }
+        self.asked.insert(wanted, Instant::now());
+        true
+    }
+
+    fn take_waiters(&mut self, which: impl Fn(&MapRequest) -> bool) -> Vec<SyncSender<Result<()>>> {
+        self.waiters.extract_if(.., |(wanted, _)| which(wanted)).map(|(_, tell)| tell).collect()
+    }
+}
+
+fn tell(waiters: Vec<SyncSender<Result<()>>>, result: &Result<()>) {
+    for waiter in waiters {
+        // One that no longer waits needs no answer.
+        let _ = waiter.try_send(result.clone());
+    }
+}
+
+impl Source for Link {
+    fn fd(&self) -> BorrowedFd<'_> {
+        self.met.socket.as_fd()
+    }
+
+    fn ready(self: Arc<Self>, buffer: &mut PacketBuffer) {
+        loop {
+            match buffer.receive(&self.met.socket) {
+                Ok(None) => return,
+                Ok(Some(packet)) if packet.bytes.is_empty() => {
+                    return self.lost(Error::new(ErrorKind::PeerGone, "the peer has closed the rendezvous"));
+                }
+                Ok(Some(packet)) => {
+                    if let Err(error) = self.handle(packet) {
+                        return self.lost(error);
+                    }
+                }
+                Err(error) => return self.lost(error),
+            }
+        }
+    }
+
+    fn tick(self: Arc<Self>) {
+        let now = Instant::now();
+        let late: Vec<_> = {
+            let pending = self.pending.lock();
+            let silent = |since: &Instant| now.saturating_duration_since(*since) >= self.around.liveness;
+            pending.asked.iter().filter(|(_, since)| silent(since)).map(|(wanted, _)| *wanted).collect()
+        };
+        for wanted in late {
+            self.refuse(wanted, &Deadline::exceeded("the peer to lend a region").with_peer(&*self.met.peer));
+        }
+    }
+}
+
+impl fmt::Debug for Link {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Link").field("id", &self.id).field("peer", &self.met.peer).finish_non_exhaustive()
+    }
+}

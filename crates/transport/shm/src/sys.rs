@@ -1,0 +1,234 @@
+//! The system calls that have no safe wrapper elsewhere.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::ptr::{NonNull, null_mut};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use posthorse_core::{Error, ErrorKind, HostView, Result};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+/// Who is at the other end of a Unix socket, as the kernel says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Credentials {
+    /// `None` when its process cannot be seen from this PID namespace.
+    pub(crate) pid: Option<Pid>,
+    pub(crate) uid: u32,
+}
+
+/// The credentials of the peer (`SO_PEERCRED`, unix(7)).
+pub(crate) fn peer_credentials(socket: impl AsFd) -> Result<Credentials> {
+    let mut found = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    let mut len = size_of::<libc::ucred>() as libc::socklen_t;
+    // SAFETY: `found` and `len` are as large as said, and outlive the call.
+    let status = unsafe {
+        libc::getsockopt(
+            socket.as_fd().as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            (&raw mut found).cast(),
+            &raw mut len,
+        )
+    };
+    if status != 0 {
+        return Err(Error::os("getsockopt(SO_PEERCRED)", &io::Error::last_os_error()));
+    }
+    Ok(Credentials { pid: Pid::from_raw(found.pid), uid: found.uid })
+}
+
+/// A pidfd of the peer: by `SO_PEERPIDFD` (Linux 6.5, whatever the PID namespace), else by its process number.
+pub(crate) fn peer_pidfd(socket: impl AsFd, credentials: Credentials) -> Result<OwnedFd> {
+    let mut fd: libc::c_int = -1;
+    let mut len = size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: `fd` and `len` are as large as said, and outlive the call.
+    let status = unsafe {
+        libc::getsockopt(
+            socket.as_fd().as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERPIDFD,
+            (&raw mut fd).cast(),
+            &raw mut len,
+        )
+    };
+    if status == 0 && fd >= 0 {
+        // SAFETY: the kernel has just made it for us.
+        return Ok(unsafe { OwnedFd::from_raw_fd(fd) });
+    }
+    let error = io::Error::last_os_error();
+    if error.raw_os_error() != Some(libc::ENOPROTOOPT) {
+        return Err(Error::os("getsockopt(SO_PEERPIDFD)", &error));
+    }
+    let pid = credentials.pid.ok_or_else(|| {
+        Error::new(ErrorKind::Unsupported, "the peer's process cannot be seen from this PID namespace")
+            .with_advice("this needs Linux 6.5 (SO_PEERPIDFD), or both processes in one PID namespace")
+    })?;
+    // The number may have passed to another process only if the peer is gone; the conversation that follows
+    // on the socket shows that it is not.
+    pidfd_open(pid, PidfdFlags::empty()).map_err(|error| Error::os("pidfd_open", &error.into()))
+}
+
+/// Which way [`process_vm`] copies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Direction {
+    FromPeer,
+    ToPeer,
+}
+
+/// Copies between this process and another by `process_vm_readv(2)` or `process_vm_writev(2)`.
+///
+/// # Safety
+/// `local` is alive, and readable or (from the peer) writable; nobody uses it meanwhile in a way that Rust
+/// forbids beside this.
+pub(crate) unsafe fn process_vm(pid: Pid, local: HostView, remote: u64, direction: Direction) -> Result<()> {
+    let mut done = 0;
+    while done < local.len() {
+        let ours = libc::iovec {
+            iov_base: local.as_ptr().wrapping_add(done).cast(),
+            iov_len: local.len() - done,
+        };
+        let theirs = libc::iovec {
+            iov_base: std::ptr::without_provenance_mut(remote.wrapping_add(done as u64) as usize),
+            iov_len: local.len() - done,
+        };
+        let pid = pid.as_raw_pid();
+        let moved = match direction {
+            // SAFETY: the caller's promise for our end; the kernel checks the other.
+            Direction::FromPeer => unsafe { libc::process_vm_readv(pid, &raw const ours, 1, &raw const theirs, 1, 0) },
+            // SAFETY: as above.
+            Direction::ToPeer => unsafe { libc::process_vm_writev(pid, &raw const ours, 1, &raw const theirs, 1, 0) },
+        };
+        match usize::try_from(moved) {
+            Ok(0) => return Err(Error::new(ErrorKind::PathFailed, "process_vm copied nothing")),
+            Ok(moved) => done += moved,
+            Err(_) => {
+                let error = io::Error::last_os_error();
+                if error.kind() != io::ErrorKind::Interrupted {
+                    return Err(process_vm_refusal(&error));
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn process_vm_refusal(error: &io::Error) -> Error {
+    match error.raw_os_error() {
+        Some(libc::ESRCH) => Error::new(ErrorKind::PeerGone, "the peer's process is gone"),
+        Some(libc::EPERM) => Error::new(ErrorKind::Unsupported, "the kernel does not let us copy from the peer's process")
+            .with_advice(
+                "register memory that is a sealed memfd, or allow ptrace between the two (kernel.yama.ptrace_scope, \
+                 CAP_SYS_PTRACE, the container's seccomp profile)",
+            ),
+        _ => Error::os("process_vm_readv/writev", error),
+    }
+}
+
+/// Whether two ranges of the same length hold the same bytes; neither is assumed to stand still.
+///
+/// # Safety
+/// Both are alive and readable, and `theirs` is as long as `ours`.
+pub(crate) unsafe fn same_bytes(ours: HostView, theirs: HostView) -> bool {
+    debug_assert_eq!(ours.len(), theirs.len());
+    // SAFETY: the caller's promise. A call into C, which makes no references of what may be changing.
+    unsafe { libc::memcmp(ours.as_ptr().cast(), theirs.as_ptr().cast(), ours.len()) == 0 }
+}
+
+/// Tells whether this is still the process that made it: a page that the kernel clears in a forked child.
+#[derive(Debug)]
+pub(crate) struct ForkGuard {
+    word: NonNull<AtomicU32>,
+}
+
+const GUARD_BYTES: usize = 4096;
+
+// SAFETY: an atomic word in a mapping of our own.
+unsafe impl Send for ForkGuard {}
+// SAFETY: as above.
+unsafe impl Sync for ForkGuard {}
+
+impl ForkGuard {
+    pub(crate) fn new() -> Result<Self> {
+        let refused = |error: rustix::io::Errno| Error::os("mapping a page that is cleared on fork", &error.into());
+        // SAFETY: the kernel chooses where; nothing existing is replaced.
+        let base = unsafe {
+            mmap_anonymous(null_mut(), GUARD_BYTES, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
+        }
+        .map_err(refused)?;
+        let word = NonNull::new(base.cast::<AtomicU32>())
+            .ok_or_else(|| Error::new(ErrorKind::Internal, "the kernel mapped memory at address zero"))?;
+        let guard = Self { word };
+        // SAFETY: the page was mapped above; the advice changes nothing in this process.
+        unsafe { madvise(base, GUARD_BYTES, Advice::LinuxWipeOnFork) }.map_err(refused)?;
+        guard.word().store(1, Ordering::Relaxed);
+        Ok(guard)
+    }
+
+    const fn word(&self) -> &AtomicU32 {
+        // SAFETY: mapped, zero at first, and unmapped only on drop.
+        unsafe { self.word.as_ref() }
+    }
+
+    /// Whether this process is a forked child of the one that made the guard.
+    pub(crate) fn is_forked(&self) -> bool {
+        self.word().load(Ordering::Relaxed) == 0
+    }
+
+    /// # Errors
+    /// `Forked` in a forked child.
+    pub(crate) fn check(&self) -> Result<()> {
+        if self.is_forked() {
+            return Err(Error::new(ErrorKind::Forked, "this transport belongs to the process that forked this one"));
+        }
+        Ok(())
+    }
+}
+
+impl Drop for ForkGuard {
+    fn drop(&mut self) {
+        // SAFETY: mapped in `new`, in this process or inherited from it, and borrowed by nobody any more.
+        let _ = unsafe { munmap(self.word.as_ptr().cast(), GUARD_BYTES) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+    use rustix::process::{getpid, getuid};
+
+    use super::*;
+
+    #[test]
+    fn the_peer_of_a_socket_pair_is_ourselves() {
+        let (one, _other) =
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+        let credentials = peer_credentials(&one).unwrap();
+        assert_eq!(credentials, Credentials { pid: Some(getpid()), uid: getuid().as_raw() });
+        peer_pidfd(&one, credentials).unwrap();
+    }
+
+    #[test]
+    fn process_vm_reaches_this_process_and_names_one_that_is_gone() {
+        let source = [1_u8, 2, 3, 4];
+        let mut copy = [0_u8; 4];
+        let remote = HostView::of(&source).address();
+        let view = HostView::of_mut(&mut copy);
+        // SAFETY: the arrays are alive and unused meanwhile.
+        unsafe { process_vm(getpid(), view, remote, Direction::FromPeer) }.unwrap();
+        assert_eq!(copy, source);
+
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let pid = Pid::from_child(&child);
+        child.wait().unwrap();
+        let view = HostView::of_mut(&mut copy);
+        // SAFETY: as above.
+        let error = unsafe { process_vm(pid, view, remote, Direction::FromPeer) }.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::PeerGone);
+    }
+
+    #[test]
+    fn the_guard_is_clear_in_the_process_that_made_it() {
+        let guard = ForkGuard::new().unwrap();
+        guard.check().unwrap();
+    }
+}
