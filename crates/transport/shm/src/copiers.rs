@@ -181,9 +181,11 @@ impl Copiers {
                 continue;
             }
             // SAFETY: whoever submitted the slice keeps its local memory until the completion, which follows.
-            results.extend(pieces.iter().map(|piece| unsafe {
-                copy_piece(&piece.link, &piece.slice, piece.offset, piece.len)
-            }));
+            results.extend(
+                pieces
+                    .iter()
+                    .map(|piece| unsafe { copy_piece(&piece.link, &piece.slice, piece.offset, piece.len) }),
+            );
             {
                 let mut state = self.state.lock();
                 for (piece, result) in pieces.iter().zip(results.drain(..)) {

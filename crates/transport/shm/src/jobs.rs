@@ -108,7 +108,13 @@ impl<T: Clone> Jobs<T> {
     }
 
     /// Offers a slice, which may have to wait until its region is mapped.
-    pub(crate) fn push(&mut self, path: PathId, slice: &Slice, link: T, waiting_for: Option<MapRequest>) -> Push {
+    pub(crate) fn push(
+        &mut self,
+        path: PathId,
+        slice: &Slice,
+        link: T,
+        waiting_for: Option<MapRequest>,
+    ) -> Push {
         let Some(load) = self.paths.get_mut(&path).filter(|load| !load.closed) else { return Push::Closed };
         if load.queued >= self.limit {
             load.starved = true;
@@ -196,7 +202,13 @@ impl<T: Clone> Jobs<T> {
     }
 
     /// Calls slices off; of those under way, what is not being copied right now.
-    pub(crate) fn cancel(&mut self, path: PathId, tokens: &HashSet<u64>, error: &Error, reports: &mut Reports) {
+    pub(crate) fn cancel(
+        &mut self,
+        path: PathId,
+        tokens: &HashSet<u64>,
+        error: &Error,
+        reports: &mut Reports,
+    ) {
         self.call_off_where(|job| job.path == path && tokens.contains(&job.slice.token), error, reports);
     }
 

@@ -193,7 +193,9 @@ impl Link {
     fn send_error(&self, error: Errno) -> Error {
         let error = match error {
             Errno::AGAIN => Error::new(ErrorKind::QueueFull, "the peer does not read what it is sent"),
-            Errno::PIPE | Errno::CONNRESET => Error::new(ErrorKind::PeerGone, "the peer has closed the rendezvous"),
+            Errno::PIPE | Errno::CONNRESET => {
+                Error::new(ErrorKind::PeerGone, "the peer has closed the rendezvous")
+            }
             other => Error::os("sending on the rendezvous socket", &other.into()),
         };
         error.with_peer(&*self.met.peer)
@@ -347,10 +349,16 @@ impl Link {
             }
             (None, None, Ok(pid)) => self.arrived(reply.request, Ok(RemoteRegion::in_process(&reply, *pid))),
             (None, None, Err(error)) => {
-                self.refuse(reply.request, &error.clone().context("the peer's region is not a file in memory"));
+                self.refuse(
+                    reply.request,
+                    &error.clone().context("the peer's region is not a file in memory"),
+                );
             }
             _ => {
-                let error = Error::new(ErrorKind::Malformed, "a region came without its file, or a file without place");
+                let error = Error::new(
+                    ErrorKind::Malformed,
+                    "a region came without its file, or a file without place",
+                );
                 self.refuse(reply.request, &error.with_peer(&*self.met.peer));
             }
         }

@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, RwLock};
 use posthorse_core::{
-    Access, Deadline, Error, ErrorKind, Grant, GrantToken, HostView, Region, RegionId, RegisteredRegion, Result,
+    Access, Deadline, Error, ErrorKind, Grant, GrantToken, HostView, Region, RegionId, RegisteredRegion,
+    Result,
 };
 
 use crate::slots::ClientSlots;
@@ -113,10 +114,9 @@ impl Owner {
         })?;
         let owned = Owned { region: Arc::clone(&region.region), view, access: region.access, closing: false };
         match self.state.lock().regions.entry(region.id) {
-            std::collections::hash_map::Entry::Occupied(_) => Err(Error::new(
-                ErrorKind::Overlap,
-                format!("region {} is registered already", region.id),
-            )),
+            std::collections::hash_map::Entry::Occupied(_) => {
+                Err(Error::new(ErrorKind::Overlap, format!("region {} is registered already", region.id)))
+            }
             std::collections::hash_map::Entry::Vacant(free) => {
                 free.insert(owned);
                 Ok(())

@@ -73,7 +73,9 @@ impl RemoteRegion {
         match &self.reach {
             Reach::Mapped { map, skip } => {
                 let (offset, len) = (usize::try_from(offset), usize::try_from(len));
-                let (Ok(offset), Ok(len)) = (offset, len) else { return Err(self.outside(address, len_of(len))) };
+                let (Ok(offset), Ok(len)) = (offset, len) else {
+                    return Err(self.outside(address, len_of(len)));
+                };
                 map.host_view().slice(skip.saturating_add(offset), len)
             }
             Reach::Process(_) => Err(Error::new(
@@ -110,7 +112,13 @@ impl RemoteRegion {
     /// # Safety
     /// `local` is alive, and nobody uses it meanwhile in a way that Rust forbids beside this copy. The owner
     /// has been told of this access (it is announced in a hazard slot).
-    pub(crate) unsafe fn copy(&self, opcode: Opcode, local: HostView, address: u64, checksum: Checksum) -> Result<()> {
+    pub(crate) unsafe fn copy(
+        &self,
+        opcode: Opcode,
+        local: HostView,
+        address: u64,
+        checksum: Checksum,
+    ) -> Result<()> {
         let len = local.len() as u64;
         match self.reach {
             Reach::Mapped { .. } => {
@@ -171,7 +179,9 @@ impl RemoteRegion {
             }
             Err(Error::new(
                 ErrorKind::Corrupt,
-                format!("the {len} bytes at offset {offset} of the slice differ at the two ends after the copy"),
+                format!(
+                    "the {len} bytes at offset {offset} of the slice differ at the two ends after the copy"
+                ),
             )
             .with_advice("the memory was written to by somebody else meanwhile, or is faulty"))
         };
@@ -197,7 +207,10 @@ fn len_of(len: std::result::Result<usize, std::num::TryFromIntError>) -> u64 {
 /// A part of a local view, which must be the host's.
 pub(crate) fn local_part(view: View, offset: u64, len: u64) -> Result<HostView> {
     let host = view.host().ok_or_else(|| {
-        Error::new(ErrorKind::Unsupported, "shared memory moves host memory only, and the local end is a device's")
+        Error::new(
+            ErrorKind::Unsupported,
+            "shared memory moves host memory only, and the local end is a device's",
+        )
     })?;
     let wide = |number: u64| usize::try_from(number).unwrap_or(usize::MAX);
     host.slice(wide(offset), wide(len))
@@ -258,7 +271,11 @@ mod tests {
         for (address, len) in
             [(base - 1, 1), (base + 9000, 1), (base, 9001), (base + 1, u64::MAX), (u64::MAX, 2), (0, 1)]
         {
-            assert_eq!(remote.view(address, len).unwrap_err().kind(), ErrorKind::OutOfBounds, "{address} {len}");
+            assert_eq!(
+                remote.view(address, len).unwrap_err().kind(),
+                ErrorKind::OutOfBounds,
+                "{address} {len}"
+            );
         }
         assert_eq!(remote.view(base + 9000, 0).unwrap().len(), 0);
     }
@@ -295,8 +312,11 @@ mod tests {
         let ours = vec![1_u8; 9000];
         let local = HostView::of(&ours);
         let remote = remote.unwrap();
-        for (checksum, at, found) in [(Checksum::Full, 5000, true), (Checksum::Sampled, 8999, true), (Checksum::Sampled, 0, true)] {
-            let result = remote.compare(checksum, local, |part, offset| Ok(!(offset..offset + part.len()).contains(&at)));
+        for (checksum, at, found) in
+            [(Checksum::Full, 5000, true), (Checksum::Sampled, 8999, true), (Checksum::Sampled, 0, true)]
+        {
+            let result = remote
+                .compare(checksum, local, |part, offset| Ok(!(offset..offset + part.len()).contains(&at)));
             assert_eq!(result.is_err_and(|error| error.kind() == ErrorKind::Corrupt), found);
         }
     }

@@ -36,7 +36,10 @@ impl ClientSlots {
     }
 
     fn each(&self) -> impl Iterator<Item = &AtomicU64> {
-        (0..COPIES).map(|copy| copy * COPY_STRIDE).chain(COPIES * COPY_STRIDE..WORDS).filter_map(|at| self.words.get(at))
+        (0..COPIES)
+            .map(|copy| copy * COPY_STRIDE)
+            .chain(COPIES * COPY_STRIDE..WORDS)
+            .filter_map(|at| self.words.get(at))
     }
 
     /// Whether the client is touching this grant.
@@ -88,7 +91,12 @@ impl Slots {
             let index = (!taken).trailing_zeros() as usize;
             let word = if index < COPIES { self.words.get(index * COPY_STRIDE)? } else { return None };
             // Acquire pairs with the release of whoever gave the slot back.
-            match self.copies.compare_exchange_weak(taken, taken | 1 << index, Ordering::Acquire, Ordering::Relaxed) {
+            match self.copies.compare_exchange_weak(
+                taken,
+                taken | 1 << index,
+                Ordering::Acquire,
+                Ordering::Relaxed,
+            ) {
                 Ok(_) => return Some(CopySlot { slots: self, word, index }),
                 Err(now) => taken = now,
             }
@@ -101,15 +109,20 @@ impl Slots {
             return Ok(index);
         }
         if free.untouched == LEASES {
-            return Err(Error::new(ErrorKind::LimitReached, format!("{LEASES} leases of this peer are held already"))
-                .with_advice("drop leases that are not needed any more"));
+            return Err(Error::new(
+                ErrorKind::LimitReached,
+                format!("{LEASES} leases of this peer are held already"),
+            )
+            .with_advice("drop leases that are not needed any more"));
         }
         free.untouched += 1;
         Ok(COPIES * COPY_STRIDE + free.untouched - 1)
     }
 
     fn word(&self, index: usize) -> Result<&AtomicU64> {
-        self.words.get(index).ok_or_else(|| Error::new(ErrorKind::Internal, format!("there is no slot {index}")))
+        self.words
+            .get(index)
+            .ok_or_else(|| Error::new(ErrorKind::Internal, format!("there is no slot {index}")))
     }
 }
 

@@ -83,10 +83,8 @@ pub(crate) enum Direction {
 pub(crate) unsafe fn process_vm(pid: Pid, local: HostView, remote: u64, direction: Direction) -> Result<()> {
     let mut done = 0;
     while done < local.len() {
-        let ours = libc::iovec {
-            iov_base: local.as_ptr().wrapping_add(done).cast(),
-            iov_len: local.len() - done,
-        };
+        let ours =
+            libc::iovec { iov_base: local.as_ptr().wrapping_add(done).cast(), iov_len: local.len() - done };
         let theirs = libc::iovec {
             iov_base: std::ptr::without_provenance_mut(remote.wrapping_add(done as u64) as usize),
             iov_len: local.len() - done,
@@ -94,9 +92,13 @@ pub(crate) unsafe fn process_vm(pid: Pid, local: HostView, remote: u64, directio
         let pid = pid.as_raw_pid();
         let moved = match direction {
             // SAFETY: the caller's promise for our end; the kernel checks the other.
-            Direction::FromPeer => unsafe { libc::process_vm_readv(pid, &raw const ours, 1, &raw const theirs, 1, 0) },
+            Direction::FromPeer => unsafe {
+                libc::process_vm_readv(pid, &raw const ours, 1, &raw const theirs, 1, 0)
+            },
             // SAFETY: as above.
-            Direction::ToPeer => unsafe { libc::process_vm_writev(pid, &raw const ours, 1, &raw const theirs, 1, 0) },
+            Direction::ToPeer => unsafe {
+                libc::process_vm_writev(pid, &raw const ours, 1, &raw const theirs, 1, 0)
+            },
         };
         match usize::try_from(moved) {
             Ok(0) => return Err(Error::new(ErrorKind::PathFailed, "process_vm copied nothing")),
@@ -149,7 +151,8 @@ unsafe impl Sync for ForkGuard {}
 
 impl ForkGuard {
     pub(crate) fn new() -> Result<Self> {
-        let refused = |error: rustix::io::Errno| Error::os("mapping a page that is cleared on fork", &error.into());
+        let refused =
+            |error: rustix::io::Errno| Error::os("mapping a page that is cleared on fork", &error.into());
         // SAFETY: the kernel chooses where; nothing existing is replaced.
         let base = unsafe {
             mmap_anonymous(null_mut(), GUARD_BYTES, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
@@ -178,7 +181,10 @@ impl ForkGuard {
     /// `Forked` in a forked child.
     pub(crate) fn check(&self) -> Result<()> {
         if self.is_forked() {
-            return Err(Error::new(ErrorKind::Forked, "this transport belongs to the process that forked this one"));
+            return Err(Error::new(
+                ErrorKind::Forked,
+                "this transport belongs to the process that forked this one",
+            ));
         }
         Ok(())
     }

@@ -193,7 +193,10 @@ impl PeerTable {
         // Stable while the grant is announced, if the owner is honest; if not, the caller's bounds check
         // against its own mapping still holds, since each word is read once.
         let word = |word: usize| {
-            self.words.get(first + word).map(|word| word.load(Ordering::Relaxed)).ok_or_else(|| no_such_grant(token))
+            self.words
+                .get(first + word)
+                .map(|word| word.load(Ordering::Relaxed))
+                .ok_or_else(|| no_such_grant(token))
         };
         if word(word::SECRET)? ^ token.secret != 0 {
             return Err(no_such_grant(token));

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use parking_lot::{Mutex, RwLock};
 use posthorse_core::{
-    Capabilities, Deadline, Error, ErrorKind, Grant, GrantDesc, GrantToken, HostView, Level, Path, PathId, PathState,
-    Region, RegionId, RegisteredRegion, Result, SegmentDesc, Slice, Transport, TransportContext,
+    Capabilities, Deadline, Error, ErrorKind, Grant, GrantDesc, GrantToken, HostView, Level, Path, PathId,
+    PathState, Region, RegionId, RegisteredRegion, Result, SegmentDesc, Slice, Transport, TransportContext,
 };
 use rustix::process::Pid;
 use serde_json::{Value, json};
@@ -85,12 +85,21 @@ impl ShmTransport {
     fn link(&self, path: PathId) -> Result<Arc<Link>> {
         self.fork.check()?;
         self.links.read().get(&path).cloned().ok_or_else(|| {
-            Error::new(ErrorKind::PathFailed, format!("path {path} of the shared-memory transport is down or unknown"))
+            Error::new(
+                ErrorKind::PathFailed,
+                format!("path {path} of the shared-memory transport is down or unknown"),
+            )
         })
     }
 
     /// Goes through the rendezvous with a peer.
-    fn meet(&self, peer: &SegmentDesc, published: &Published, deadline: Deadline, id: PathId) -> Result<Arc<Link>> {
+    fn meet(
+        &self,
+        peer: &SegmentDesc,
+        published: &Published,
+        deadline: Deadline,
+        id: PathId,
+    ) -> Result<Arc<Link>> {
         let running = self.running()?;
         check_host_ids(self.config.host_id.as_deref(), published.host_id.as_deref())?;
         let socket = connect_to(&published.socket, deadline)?;
@@ -113,11 +122,19 @@ impl ShmTransport {
         let welcome = match ToClient::decode(bytes)? {
             ToClient::Welcome(welcome) => welcome,
             ToClient::Refused(refusal) => return Err(refusal.into_error()),
-            _ => return Err(Error::new(ErrorKind::Malformed, "the peer answered a hello with something else")),
+            _ => {
+                return Err(Error::new(
+                    ErrorKind::Malformed,
+                    "the peer answered a hello with something else",
+                ));
+            }
         };
         running.context.hello.agree(&welcome.hello)?;
         if peer.incarnation.is_some_and(|incarnation| incarnation != welcome.incarnation) {
-            return Err(Error::new(ErrorKind::PeerRestarted, "the peer has restarted since its descriptor was made"));
+            return Err(Error::new(
+                ErrorKind::PeerRestarted,
+                "the peer has restarted since its descriptor was made",
+            ));
         }
         let mut fds = fds.into_iter();
         let (Some(table), Some(slots)) = (fds.next(), fds.next()) else {
@@ -126,7 +143,10 @@ impl ShmTransport {
         if welcome.grants == 0 || welcome.grants > MAX_PEER_GRANTS {
             return Err(Error::new(
                 ErrorKind::Malformed,
-                format!("the peer's grant table has {} entries; accepted: 1 to {MAX_PEER_GRANTS}", welcome.grants),
+                format!(
+                    "the peer's grant table has {} entries; accepted: 1 to {MAX_PEER_GRANTS}",
+                    welcome.grants
+                ),
             ));
         }
         let met = Met {
@@ -154,9 +174,9 @@ impl ShmTransport {
         if !self.config.process_vm {
             return Err(unsupported("process_vm_readv/writev is turned off by the configuration"));
         }
-        let pid = credentials
-            .pid
-            .ok_or_else(|| unsupported("the peer is in another PID namespace, so that process_vm cannot name it"))?;
+        let pid = credentials.pid.ok_or_else(|| {
+            unsupported("the peer is in another PID namespace, so that process_vm cannot name it")
+        })?;
         let mut found = [0_u8; 8];
         let view = HostView::of_mut(&mut found);
         // SAFETY: the array outlives the call and has no other user.
@@ -210,8 +230,12 @@ impl Transport for ShmTransport {
             host_id: config.host_id.clone(),
         };
         let events = Arc::clone(&context.events);
-        let copiers =
-            Copiers::start(config.copy_threads, config.piece_bytes, config.queue_slices, Arc::clone(&events))?;
+        let copiers = Copiers::start(
+            config.copy_threads,
+            config.piece_bytes,
+            config.queue_slices,
+            Arc::clone(&events),
+        )?;
         let tick = (config.liveness() / 4).clamp(Duration::from_millis(5), Duration::from_millis(500));
         let reactor = Reactor::start(tick).inspect_err(|_| copiers.stop())?;
         let limits = Limits { liveness: config.liveness(), max_peers: config.max_peers };
@@ -279,7 +303,8 @@ impl Transport for ShmTransport {
     fn connect(&self, peer: &SegmentDesc, deadline: Deadline) -> Result<Vec<Path>> {
         self.running()?;
         let attributes = peer.transports.get(NAME).ok_or_else(|| {
-            Error::new(ErrorKind::Unsupported, "the peer publishes no shared-memory transport").with_peer(&*peer.name)
+            Error::new(ErrorKind::Unsupported, "the peer publishes no shared-memory transport")
+                .with_peer(&*peer.name)
         })?;
         let published: Published = serde_json::from_value(attributes.clone()).map_err(|error| {
             Error::new(ErrorKind::Malformed, format!("what the peer publishes for shared memory: {error}"))

@@ -7,8 +7,8 @@ use std::sync::atomic::AtomicU64;
 
 use posthorse_core::{Error, ErrorKind, Result};
 use rustix::fs::{
-    MemfdFlags, Mode, OFlags, SealFlags, fchmod, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create,
-    open,
+    MemfdFlags, Mode, OFlags, SealFlags, fchmod, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate,
+    memfd_create, open,
 };
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};

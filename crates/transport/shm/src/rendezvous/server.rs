@@ -12,7 +12,9 @@ use rustix::io::Errno;
 
 use super::reactor::{ProcessWatch, Reactor, Source, SourceId};
 use super::socket::{Listener, Packet, PacketBuffer, check_user, send};
-use super::wire::{ClientHello, MapRequest, Refusal, RegionReply, Request, ToClient, ToOwner, Welcome, printable};
+use super::wire::{
+    ClientHello, MapRequest, Refusal, RegionReply, Request, ToClient, ToOwner, Welcome, printable,
+};
 use super::{Published, check_host_ids};
 use crate::owner::{Client, Owner};
 use crate::slots::ClientSlots;
@@ -236,8 +238,11 @@ impl Connection {
             ToOwner::Request(Request::Hello(hello)) => self.greet(&hello),
             ToOwner::Request(Request::Map(request)) => self.map(request),
             ToOwner::Notify { token, data } => {
-                let Some(name) = self.serving(|serving| Arc::clone(&serving.name)) else { return Err(too_early()) };
-                let refusal = self.server.events.notified(&name, &data).err().map(|error| Refusal::of(&error));
+                let Some(name) = self.serving(|serving| Arc::clone(&serving.name)) else {
+                    return Err(too_early());
+                };
+                let refusal =
+                    self.server.events.notified(&name, &data).err().map(|error| Refusal::of(&error));
                 self.post(&ToClient::Notified { token, refusal }, Vec::new());
                 Ok(())
             }
@@ -267,7 +272,10 @@ impl Connection {
             return Err(Error::new(ErrorKind::Malformed, "a second hello on one rendezvous"));
         }
         if theirs.nonce != identity.nonce {
-            return Err(Error::new(ErrorKind::PeerRefused, "the nonce is not the one that was published here"));
+            return Err(Error::new(
+                ErrorKind::PeerRefused,
+                "the nonce is not the one that was published here",
+            ));
         }
         check_host_ids(identity.host_id.as_deref(), theirs.host_id.as_deref())?;
         identity.hello.agree(&theirs.hello)?;
@@ -290,7 +298,8 @@ impl Connection {
             }
         };
         let grants = server.owner.table().entries() as u32;
-        let table = server.owner.table().file().try_clone().map_err(|error| Error::os("dup of a memfd", &error))?;
+        let table =
+            server.owner.table().file().try_clone().map_err(|error| Error::os("dup of a memfd", &error))?;
         let welcome = Welcome {
             hello: identity.hello.clone(),
             name: identity.name.to_string(),
@@ -321,8 +330,12 @@ impl Connection {
             Err(error) => (ToClient::RegionRefused { request, refusal: Refusal::of(&error) }, Vec::new()),
             Ok(lent) => {
                 let (file, offset) = lent.file.unzip();
-                let reply =
-                    RegionReply { request, address: lent.view.address(), len: lent.view.len() as u64, offset };
+                let reply = RegionReply {
+                    request,
+                    address: lent.view.address(),
+                    len: lent.view.len() as u64,
+                    offset,
+                };
                 (ToClient::Region(reply), file.into_iter().collect())
             }
         };

@@ -19,8 +19,8 @@ use rustix::fs::Timespec;
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, recvmsg, sendmsg,
-    socket_with,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, recvmsg,
+    sendmsg, socket_with,
 };
 
 use super::wire::MAX_PACKET;
@@ -112,8 +112,13 @@ impl Drop for Listener {
 }
 
 fn new_socket() -> Result<OwnedFd> {
-    socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, None)
-        .map_err(|error| Error::os("making a Unix socket", &error.into()))
+    socket_with(
+        AddressFamily::UNIX,
+        SocketType::SEQPACKET,
+        SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
+        None,
+    )
+    .map_err(|error| Error::os("making a Unix socket", &error.into()))
 }
 
 fn refused(doing: &str, address: &str, error: Errno) -> Error {
@@ -129,8 +134,9 @@ fn check_folder(folder: &Path) -> Result<()> {
         }
         _ => {}
     }
-    let found = fs::symlink_metadata(folder)
-        .map_err(|error| Error::os(&format!("looking at the rendezvous folder {}", folder.display()), &error))?;
+    let found = fs::symlink_metadata(folder).map_err(|error| {
+        Error::os(&format!("looking at the rendezvous folder {}", folder.display()), &error)
+    })?;
     let us = rustix::process::geteuid().as_raw();
     if !found.is_dir() {
         return Err(key("a folder, not a link or file"));
@@ -165,13 +171,16 @@ fn parse(address: &str) -> Result<SocketAddrUnix> {
     let malformed = || {
         Error::new(
             ErrorKind::Malformed,
-            format!("the peer's rendezvous socket is {address:?}; accepted: {ABSTRACT}NAME or /FOLDER/NAME.{SUFFIX}"),
+            format!(
+                "the peer's rendezvous socket is {address:?}; accepted: {ABSTRACT}NAME or /FOLDER/NAME.{SUFFIX}"
+            ),
         )
     };
     if address.starts_with(ABSTRACT) {
         return SocketAddrUnix::new_abstract_name(&address.as_bytes()[1..]).map_err(|_| malformed());
     }
-    if !address.starts_with('/') || Path::new(address).extension().is_none_or(|extension| extension != SUFFIX) {
+    if !address.starts_with('/') || Path::new(address).extension().is_none_or(|extension| extension != SUFFIX)
+    {
         return Err(malformed());
     }
     SocketAddrUnix::new(address).map_err(|_| malformed())
@@ -222,9 +231,14 @@ pub(crate) fn check_user(peer: Credentials) -> Result<()> {
     }
     Err(Error::new(
         ErrorKind::PeerRefused,
-        format!("the peer runs as user {}, this process as user {us}: memory is shared within one user alone", peer.uid),
+        format!(
+            "the peer runs as user {}, this process as user {us}: memory is shared within one user alone",
+            peer.uid
+        ),
     )
-    .with_advice("run both as the same user (in containers: in the same user namespace), or let them use the network"))
+    .with_advice(
+        "run both as the same user (in containers: in the same user namespace), or let them use the network",
+    ))
 }
 
 /// Sends one packet without waiting.
