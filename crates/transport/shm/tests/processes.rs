@@ -10,7 +10,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::{Node, config, from_json, pattern, slice, soon, to_json};
-use posthorse_core::{Access, Deadline, ErrorKind, GrantDesc, HostView, Opcode, PathId, PathState, Region, Transport};
+use posthorse_core::{
+    Access, Deadline, ErrorKind, GrantDesc, HostView, Opcode, PathId, PathState, Region, Transport,
+};
 use posthorse_shm::ShmConfig;
 use posthorse_testkit::skip;
 use serde_json::{Value, json};
@@ -75,6 +77,13 @@ impl Peer {
     fn signal(&self, signal: libc::c_int) {
         // SAFETY: a plain system call on a child that is not reaped yet.
         assert_eq!(unsafe { libc::kill(self.child.id() as libc::pid_t, signal) }, 0);
+        if signal == libc::SIGSTOP {
+            let mut status = 0;
+            // Its threads stop one by one; this returns when all have.
+            // SAFETY: `status` outlives the call.
+            unsafe { libc::waitpid(self.child.id() as libc::pid_t, &raw mut status, libc::WUNTRACED) };
+            assert!(libc::WIFSTOPPED(status));
+        }
     }
 }
 
@@ -196,7 +205,7 @@ fn a_writer_that_is_killed_in_a_copy_leaves_the_memory_quiet() {
 
 #[test]
 fn a_writer_that_is_stopped_in_a_copy_keeps_the_grant_until_it_goes_on_or_dies() {
-    let (node, region) = node_with_region(256 << 20);
+    let (node, region) = node_with_region(64 << 20);
     for ends_by in [libc::SIGCONT, libc::SIGKILL] {
         let mut peer = Peer::plain();
         assert_eq!(peer.connect(&node), "up");
@@ -217,8 +226,13 @@ fn a_writer_that_is_stopped_in_a_copy_keeps_the_grant_until_it_goes_on_or_dies()
             assert_eq!(peer.hear(), "ended");
         }
         let grant = held.expect("it was never stopped inside of a copy");
-        let error = node.transport.revoke(grant.token, Deadline::after(Duration::from_millis(50))).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::DeadlineExceeded, "it can be asked again, and the answer is the same");
+        let error =
+            node.transport.revoke(grant.token, Deadline::after(Duration::from_millis(50))).unwrap_err();
+        assert_eq!(
+            error.kind(),
+            ErrorKind::DeadlineExceeded,
+            "it can be asked again, and the answer is the same"
+        );
         peer.signal(ends_by);
         node.transport.revoke(grant.token, soon()).unwrap();
         region.fill(&[0; 4096]);
@@ -338,7 +352,11 @@ fn namespaces_keep_processes_apart_with_a_reason_or_not_at_all() {
         (&["--pid", "--fork"], true, true),
         (&["--pid", "--fork", "--mount", "--mount-proc"], true, true),
         (&["--user", "--map-root-user"], true, true),
-        (&["--user", "--map-root-user", "--net", "--pid", "--fork", "--mount", "--ipc", "--uts"], false, true),
+        (
+            &["--user", "--map-root-user", "--net", "--pid", "--fork", "--mount", "--ipc", "--uts"],
+            false,
+            true,
+        ),
     ] {
         if !can_unshare(flags) {
             skip("shm-namespaces", &format!("`unshare {}` is not allowed here", flags.join(" ")));
@@ -354,7 +372,11 @@ fn namespaces_keep_processes_apart_with_a_reason_or_not_at_all() {
             let state = peer.connect(&node);
             if reachable {
                 assert_eq!(state, "up", "{flags:?}");
-                assert_eq!(peer.ask(&json!({ "do": "write", "grant": grant, "seed": 8 })), "done", "{flags:?}");
+                assert_eq!(
+                    peer.ask(&json!({ "do": "write", "grant": grant, "seed": 8 })),
+                    "done",
+                    "{flags:?}"
+                );
                 assert!(region.bytes() == pattern(2 << 20, 8));
             } else {
                 assert_eq!(state["kind"], "PeerUnreachable", "{flags:?}: {state}");
