@@ -240,7 +240,7 @@ fn unregistering_waits_for_pins_and_admissions_and_withholds_the_memory() {
 
 #[test]
 fn racing_revocation_nobody_is_inside_once_it_returned() {
-    const ROUNDS: usize = 300;
+    const ROUNDS: usize = 100;
     const WORKERS: usize = 3;
     let registry = Registry::new();
     let id = registry.register(region(0x1000, 0x1000), Access::None).unwrap().id;
