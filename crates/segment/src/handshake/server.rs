@@ -1,0 +1,281 @@
+//! The serving side of the handshake port.
+
+use std::collections::VecDeque;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, SystemTime};
+use std::{fmt, io, net};
+
+use posthorse_core::{Error, ErrorKind, Result, SegmentDesc};
+use socket2::{Domain, Protocol, Socket, Type};
+use tokio::io::AsyncWriteExt as _;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::runtime::Handle;
+use tokio::task::{AbortHandle, JoinSet};
+use tokio::time::timeout;
+
+use super::client::HandshakeClient;
+use super::config::HandshakeConfig;
+use super::control::P2pControl;
+use super::local::{HandshakeEvents, Identity, Local};
+use super::message::{ALIVE, Notice, to_json};
+use super::serve_control;
+use super::stream::{FrameReader, write};
+use crate::descriptor;
+use crate::frame::{Frame, FrameType, encode};
+
+/// Connections that the system keeps for us until they are accepted.
+const BACKLOG: i32 = 1024;
+
+/// How often a port of the system's choice is tried that is taken at another of the addresses.
+const ATTEMPTS: usize = 16;
+
+/// How long nothing is accepted after the system refused to accept, as when file descriptors have run out.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// The handshake port, taken and not yet served: the name of a segment contains the port.
+#[derive(Debug)]
+pub struct HandshakeListener {
+    config: HandshakeConfig,
+    port: u16,
+    sockets: Vec<net::TcpListener>,
+}
+
+impl HandshakeListener {
+    /// Takes a port.
+    ///
+    /// # Errors
+    /// `InvalidConfig`; `Io`, naming the address, when it cannot be listened on or no port of the range is free.
+    pub fn bind(config: HandshakeConfig) -> Result<Self> {
+        config.validate()?;
+        let (min, max) = (config.port_min, config.port_max);
+        let ports: Vec<u16> = if min == 0 { vec![0; ATTEMPTS] } else { (min..=max).collect() };
+        let mut last = (any(min), io::ErrorKind::AddrInUse.into());
+        for port in ports {
+            match bind_all(&config.bind, port) {
+                Ok((port, sockets)) => return Ok(Self { config, port, sockets }),
+                Err(failed) if failed.1.kind() == io::ErrorKind::AddrInUse => last = failed,
+                Err((address, error)) => return Err(Error::os(&format!("listening on {address}"), &error)),
+            }
+        }
+        let (address, error) = last;
+        Err(Error::os(&format!("listening on {address} (ports {min} to {max} were tried)"), &error)
+            .with_advice("configure another port or range, or end the process that listens there"))
+    }
+
+    /// The port.
+    pub const fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Begins to serve, on a runtime whose I/O and timers are enabled.
+    ///
+    /// # Errors
+    /// `Io` when the runtime cannot take the sockets.
+    pub fn start(
+        self,
+        runtime: &Handle,
+        identity: Identity,
+        events: Arc<dyn HandshakeEvents>,
+    ) -> Result<Handshake> {
+        let _context = runtime.enter();
+        let local = Arc::new(Local::new(self.config, identity, events));
+        let mut accepting = Vec::new();
+        for socket in self.sockets {
+            let listener = TcpListener::from_std(socket)
+                .map_err(|error| Error::os("handing the handshake's socket to the runtime", &error))?;
+            accepting.push(runtime.spawn(accept(listener, Arc::clone(&local))).abort_handle());
+        }
+        Ok(Handshake { runtime: runtime.clone(), port: self.port, local, accepting })
+    }
+}
+
+/// A handshake port that is served until this is dropped.
+pub struct Handshake {
+    runtime: Handle,
+    port: u16,
+    local: Arc<Local>,
+    accepting: Vec<AbortHandle>,
+}
+
+impl Handshake {
+    /// The port.
+    pub const fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// The segment's name.
+    pub fn name(&self) -> &str {
+        &self.local.greeting.name
+    }
+
+    /// Answers with this descriptor from now on.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a descriptor that other peers would refuse, or of another name; `TooLarge` when it
+    /// does not fit a frame.
+    pub fn publish(&self, desc: &SegmentDesc) -> Result<()> {
+        if desc.name != self.name() {
+            return Err(Error::invalid_argument("name of the descriptor", &desc.name, self.name()));
+        }
+        let json = descriptor::encode(desc, SystemTime::now())?;
+        let frame = encode(FrameType::Metadata, &json, self.local.config.frame_bytes)
+            .map_err(|error| error.context(format_args!("publishing {} buffers", desc.buffers.len())))?;
+        self.local.set_descriptor(Some(frame.into()));
+        Ok(())
+    }
+
+    /// Answers with no descriptor any more.
+    pub fn withdraw(&self) {
+        self.local.set_descriptor(None);
+    }
+
+    /// Calls peers, for what Mooncake's handshake offers.
+    pub fn client(&self) -> HandshakeClient {
+        let hello = self.local.greeting.hello.clone();
+        HandshakeClient::new(self.runtime.clone(), self.local.config.clone(), hello)
+    }
+
+    /// Requests to and from Posthorse peers. All that are made of one handshake answer by the same handlers.
+    pub fn control(&self) -> P2pControl {
+        P2pControl::new(self.runtime.clone(), Arc::clone(&self.local))
+    }
+
+    /// Closes the port and every connection that peers hold to it.
+    pub fn stop(&self) {
+        self.accepting.iter().for_each(AbortHandle::abort);
+    }
+}
+
+impl Drop for Handshake {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+impl fmt::Debug for Handshake {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Handshake({} on port {})", self.name(), self.port)
+    }
+}
+
+type BindError = (SocketAddr, io::Error);
+
+fn bind_all(addresses: &[IpAddr], port: u16) -> Result<(u16, Vec<net::TcpListener>), BindError> {
+    let Some((first, rest)) = addresses.split_first() else {
+        // One socket for both; on a host without IPv6, IPv4 alone.
+        let socket = bind(any(port), true).or_else(|error| match error.1.kind() {
+            io::ErrorKind::AddrInUse => Err(error),
+            _ => bind((Ipv4Addr::UNSPECIFIED, port).into(), false),
+        })?;
+        return Ok((port_of(&socket), vec![socket]));
+    };
+    let first = bind((*first, port).into(), false)?;
+    let port = port_of(&first);
+    let mut sockets = vec![first];
+    for address in rest {
+        sockets.push(bind((*address, port).into(), false)?);
+    }
+    Ok((port, sockets))
+}
+
+fn any(port: u16) -> SocketAddr {
+    (Ipv6Addr::UNSPECIFIED, port).into()
+}
+
+fn port_of(socket: &net::TcpListener) -> u16 {
+    socket.local_addr().map_or(0, |address| address.port())
+}
+
+fn bind(address: SocketAddr, dual_stack: bool) -> Result<net::TcpListener, BindError> {
+    let listen = || {
+        let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+        if address.is_ipv6() {
+            socket.set_only_v6(!dual_stack)?;
+        }
+        // A port whose last connections are still winding down can be taken again.
+        socket.set_reuse_address(true)?;
+        socket.set_nonblocking(true)?;
+        socket.bind(&address.into())?;
+        socket.listen(BACKLOG)?;
+        Ok(socket.into())
+    };
+    listen().map_err(|error| (address, error))
+}
+
+/// A connection that has not shown yet what it is about.
+struct Newcomer {
+    task: AbortHandle,
+    settled: Arc<AtomicBool>,
+}
+
+async fn accept(listener: TcpListener, local: Arc<Local>) {
+    // Dropped with this task: stopping it ends every connection.
+    let mut connections = JoinSet::new();
+    let mut newcomers: VecDeque<Newcomer> = VecDeque::new();
+    loop {
+        let Ok((stream, address)) = listener.accept().await else {
+            tokio::time::sleep(ACCEPT_PAUSE).await;
+            continue;
+        };
+        while connections.try_join_next().is_some() {}
+        newcomers
+            .retain(|newcomer| !newcomer.settled.load(Ordering::Relaxed) && !newcomer.task.is_finished());
+        while newcomers.len() >= local.config.newcomers {
+            if let Some(oldest) = newcomers.pop_front() {
+                oldest.task.abort();
+            }
+        }
+        let settled = Arc::new(AtomicBool::new(false));
+        let serving = serve(stream, Arc::clone(&local), Arc::clone(&settled));
+        let task = connections.spawn(async move {
+            if let Err(error) = serving.await {
+                tracing::debug!(%address, %error, "a handshake connection was given up");
+            }
+        });
+        newcomers.push_back(Newcomer { task, settled });
+    }
+}
+
+async fn serve(stream: TcpStream, local: Arc<Local>, settled: Arc<AtomicBool>) -> Result<()> {
+    // Small answers should not wait for more; that it cannot be set costs time alone.
+    let _ = stream.set_nodelay(true);
+    let (read, mut socket) = stream.into_split();
+    let mut reader = FrameReader::new(read, local.config.frame_bytes);
+    let patience = local.config.io_timeout();
+    let Ok(frame) = timeout(patience, reader.next()).await else {
+        return Err(Error::new(ErrorKind::DeadlineExceeded, format!("no whole request within {patience:?}")));
+    };
+    let Some(Frame { frame_type, body }) = frame? else { return Ok(()) };
+    let answer = match frame_type {
+        FrameType::Control => return serve_control::serve(reader, socket, body, local, &settled).await,
+        FrameType::Metadata => local.descriptor().ok_or_else(|| {
+            Error::new(ErrorKind::NotFound, "a peer asked for the descriptor, and none is published")
+        })?,
+        _ => {
+            let json = answer(frame_type, body, &local).await?;
+            encode(frame_type, &json, local.config.frame_bytes)?.into()
+        }
+    };
+    write(&mut socket, &answer, patience).await?;
+    // As foreign servers do: say that this was all, then wait for the client to close.
+    let _ = socket.shutdown().await;
+    let _ = timeout(patience, reader.drain()).await;
+    Ok(())
+}
+
+async fn answer(frame_type: FrameType, body: Vec<u8>, local: &Arc<Local>) -> Result<Vec<u8>> {
+    let events = Arc::clone(&local.events);
+    match frame_type {
+        FrameType::Probe => Ok(ALIVE.to_vec()),
+        FrameType::Notify => {
+            let Notice { name, notify_msg } = serde_json::from_slice(&body)
+                .map_err(|error| Error::new(ErrorKind::Malformed, format!("a notification: {error}")))?;
+            let taken = local.handle(move || events.notified(&name, &notify_msg)).await;
+            let notify_msg = if taken.is_ok() { "success" } else { "" };
+            to_json(&Notice { name: String::new(), notify_msg: notify_msg.to_owned() })
+        }
+        _ => local.handle(move || events.connection(&body)).await,
+    }
+}
