@@ -1,0 +1,89 @@
+//! Peers that mean no good, or are broken, cost their own connection.
+
+use std::io::{Read as _, Write as _};
+use std::net::TcpStream;
+
+use posthorse_segment::HandshakeConfig;
+use posthorse_segment::frame::{FrameType, encode};
+
+use crate::support::{LIMIT, desc, dial, hello, on_loopback, soon, start, start_with};
+
+/// Whether the server ended the connection without an answer.
+fn closed_without_answer(mut socket: TcpStream) -> bool {
+    !matches!(socket.read(&mut [0; 64]), Ok(1..))
+}
+
+#[test]
+fn malformed_requests_cost_their_connection_alone() {
+    let (a, b) = (start(), start());
+    b.publish(&desc(b.name(), 1)).unwrap();
+    let control = |body: &[u8]| encode(FrameType::Control, body, LIMIT).unwrap();
+    for bytes in [
+        vec![0; 8],
+        vec![255; 32],
+        (LIMIT as u64 + 1).to_le_bytes().to_vec(),
+        vec![3, 0, 0, 0, 0, 0, 0, 0, 0x80, 1, 2],
+        encode(FrameType::Notify, b"not json", LIMIT).unwrap(),
+        control(b""),
+        control(b"\x00{}"),
+        control(b"\x01"),
+        control(b"\x03"),
+        control(b"\xff"),
+    ] {
+        let mut socket = dial(&b);
+        socket.write_all(&bytes).unwrap();
+        assert!(closed_without_answer(socket), "{bytes:?}");
+        a.client().metadata(b.name(), soon()).unwrap();
+    }
+}
+
+#[test]
+fn hundreds_of_half_open_connections_keep_nobody_out() {
+    let a = start();
+    // The time-out is an hour: only making room lets anybody in.
+    let config = HandshakeConfig { newcomers: 8, io_timeout_ms: 3_600_000, ..on_loopback() };
+    let b = start_with(config, 1, hello()).0;
+    b.publish(&desc(b.name(), 1)).unwrap();
+    let mut kept = Vec::new();
+    for round in 0..300 {
+        let mut socket = dial(&b);
+        socket.write_all(&[200, 0, 0, 0][..round % 5 % 4]).unwrap();
+        kept.push(socket);
+        if round % 20 == 0 {
+            a.client().metadata(b.name(), soon()).unwrap();
+        }
+    }
+    assert!(closed_without_answer(kept.swap_remove(0)), "the oldest gave way");
+}
+
+#[test]
+fn a_request_that_never_ends_is_given_up() {
+    let b = start_with(HandshakeConfig { io_timeout_ms: 50, ..on_loopback() }, 1, hello()).0;
+    let mut socket = dial(&b);
+    socket.write_all(&[200, 0, 0, 0, 0, 0, 0, 0, 1, b'{']).unwrap();
+    assert!(closed_without_answer(socket));
+}
+
+#[test]
+fn a_client_that_never_reads_blocks_nobody() {
+    let (a, b) = (start(), start());
+    let mut large = desc(b.name(), 1);
+    large.buffers = (1..4000)
+        .map(|n| {
+            let mut buffer = large.buffers[0].clone();
+            buffer.address = n << 12;
+            buffer
+        })
+        .collect();
+    b.publish(&large).unwrap();
+    let request = encode(FrameType::Metadata, b"{}", LIMIT).unwrap();
+    let kept: Vec<_> = (0..50)
+        .map(|_| {
+            let mut socket = dial(&b);
+            socket.write_all(&request).unwrap();
+            socket
+        })
+        .collect();
+    assert_eq!(a.client().metadata(b.name(), soon()).unwrap().buffers.len(), 3999);
+    drop(kept);
+}
