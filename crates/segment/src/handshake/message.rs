@@ -8,6 +8,9 @@ use std::time::Duration;
 use posthorse_core::{Error, ErrorKind, Hello, Incarnation, Result};
 use serde::{Deserialize, Serialize};
 
+/// The longest greeting, in bytes: what it says ends up in logs and errors.
+const GREETING_BYTES: usize = 16 << 10;
+
 /// The longest topic, in bytes.
 const TOPIC_BYTES: usize = 256;
 
@@ -110,9 +113,14 @@ impl Control {
     pub(crate) fn decode(body: &[u8]) -> Result<Self> {
         let mut rest = body;
         match take::<1>(&mut rest)? {
-            [0] => serde_json::from_slice(rest)
-                .map(Self::Greeting)
-                .map_err(|error| malformed(&format!("its greeting: {error}"))),
+            [0] => {
+                if rest.len() > GREETING_BYTES {
+                    return Err(malformed("its greeting is longer than 16384 bytes"));
+                }
+                serde_json::from_slice(rest)
+                    .map(Self::Greeting)
+                    .map_err(|error| malformed(&format!("its greeting: {error}")))
+            }
             [1] => {
                 let id = u64::from_le_bytes(take(&mut rest)?);
                 let patience = Duration::from_millis(u32::from_le_bytes(take(&mut rest)?).into());
@@ -231,6 +239,14 @@ mod tests {
         assert!(!back.message().contains('\n'));
         let later = Refusal { code: 65_000, message: "new".to_owned() };
         assert_eq!(later.into_error("b:1").kind(), ErrorKind::PeerRefused);
+    }
+
+    #[test]
+    fn an_overlong_greeting_is_refused() {
+        let hello = Hello::new(Features::NONE, Some("x".repeat(GREETING_BYTES)));
+        let greeting = Greeting { name: "a:1".to_owned(), incarnation: Incarnation(1), hello };
+        let bytes = Control::Greeting(greeting).encode().unwrap();
+        assert_eq!(Control::decode(&bytes).unwrap_err().kind(), ErrorKind::Malformed);
     }
 
     #[test]

@@ -142,7 +142,7 @@ impl Handshake {
         P2pControl::new(self.runtime.clone(), Arc::clone(&self.local))
     }
 
-    /// Closes the port and every connection that peers hold to it.
+    /// Closes the port and every connection that peers hold to it, as soon as the runtime gets to it.
     pub fn stop(&self) {
         self.accepting.iter().for_each(AbortHandle::abort);
     }

@@ -114,6 +114,21 @@ fn more_requests_than_a_peer_is_worth_are_refused() {
 }
 
 #[test]
+fn a_server_refuses_more_connections_and_bytes_than_it_may_hold() {
+    let config = HandshakeConfig { control_connections: 1, queue_bytes: 1000, ..on_loopback() };
+    let b = start_with(config, 1, hello()).0;
+    b.control().on_request("echo", echo());
+    let (first, second) = (start(), start());
+    let control = first.control();
+    let request = |len| control.request(b.name(), "echo", &vec![0; len], soon());
+    request(1000).unwrap();
+    assert_eq!(request(1001).unwrap_err().kind(), ErrorKind::QueueFull);
+    let error = second.control().request(b.name(), "echo", b"", soon()).unwrap_err();
+    assert_eq!((error.kind(), error.peer()), (ErrorKind::LimitReached, Some(b.name())));
+    request(1000).unwrap();
+}
+
+#[test]
 fn a_peer_that_cannot_work_with_us_refuses_with_the_difference() {
     let fingerprint = |text: &str| Hello::new(Features::NONE, Some(text.to_owned()));
     let a = start_with(on_loopback(), 1, fingerprint("model-a")).0;
