@@ -1,0 +1,23 @@
+#![doc = include_str!("../README.md")]
+
+mod address;
+mod checksum;
+mod config;
+mod greeting;
+mod hello;
+mod intake;
+mod interfaces;
+mod lane;
+mod lane_io;
+mod lane_state;
+mod outbox;
+mod path;
+mod placement;
+mod reactor;
+mod serve;
+mod sys;
+mod transport;
+mod wire;
+
+pub use config::TcpConfig;
+pub use transport::TcpTransport;

@@ -1,0 +1,484 @@
+//! The threads that move bytes: each owns an epoll instance, some lanes and some served connections.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io;
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use posthorse_core::{Error, ErrorKind, Result, TransportContext};
+use rustix::event::epoll::{self, EventData, EventFlags};
+use rustix::event::{EventfdFlags, Timespec, eventfd};
+
+use crate::config::TcpConfig;
+use crate::greeting::{Greeting, Step};
+use crate::hello::{Answer, Call, LaneKey};
+use crate::lane::{Driver, Lane, want};
+use crate::lane_io::tune;
+use crate::serve::{Notified, Serve};
+
+/// The key of the wake-up; listeners come next, then everything else.
+const WAKE: u64 = 0;
+/// How many connections may be open whose peer has not said who it is.
+const MAX_GREETINGS: usize = 256;
+/// How many lanes without a connection are remembered, for the notifications that they delivered.
+const MAX_REMEMBERED: usize = 4096;
+/// How many connections are accepted in one go.
+const ACCEPTS: usize = 64;
+
+/// What a reactor is told from outside.
+#[derive(Debug)]
+pub(crate) enum Command {
+    /// Look after a new lane.
+    Lane(Arc<Lane>),
+    /// A lane has something to do.
+    Drive(Arc<Lane>),
+    /// Serve a connection whose peer has said who it is.
+    Serve(Box<Arrival>),
+    /// End.
+    Stop,
+}
+
+/// A connection on its way to the reactor that serves its lane.
+#[derive(Debug)]
+pub(crate) struct Arrival {
+    call: Call,
+    socket: TcpStream,
+    place: Place,
+}
+
+/// A place among the accepted connections, given back when dropped.
+#[derive(Debug)]
+struct Place(Arc<AtomicUsize>);
+
+impl Place {
+    fn take(count: &Arc<AtomicUsize>, limit: usize) -> Option<Self> {
+        let place = Self(Arc::clone(count));
+        (count.fetch_add(1, Ordering::Relaxed) < limit).then_some(place)
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// How other threads reach a reactor.
+#[derive(Debug)]
+pub(crate) struct Handle {
+    epoll: OwnedFd,
+    wake: OwnedFd,
+    inbox: Mutex<Inbox>,
+    parked: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct Inbox {
+    commands: Vec<Command>,
+    closed: bool,
+}
+
+impl Handle {
+    /// # Errors
+    /// `Io` or `LimitReached` when the system has no more descriptors.
+    pub(crate) fn new() -> Result<Self> {
+        let refused = |error: rustix::io::Errno| Error::os("making a reactor", &error.into());
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(refused)?;
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(refused)?;
+        epoll::add(&epoll, &wake, EventData::new_u64(WAKE), EventFlags::IN).map_err(refused)?;
+        Ok(Self { epoll, wake, inbox: Mutex::new(Inbox::default()), parked: AtomicBool::new(false) })
+    }
+
+    /// Tells the reactor something. The inbox is bounded by the lanes and connections there are.
+    pub(crate) fn push(&self, command: Command) {
+        let mut inbox = self.inbox.lock();
+        if inbox.closed {
+            return;
+        }
+        inbox.commands.push(command);
+        drop(inbox);
+        if self.parked.swap(false, Ordering::SeqCst) {
+            // The counter cannot overflow: it is emptied at each wake-up.
+            let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
+        }
+    }
+
+    /// # Errors
+    /// As `epoll_ctl(2)`.
+    pub(crate) fn watch(&self, fd: BorrowedFd<'_>, key: u64, interest: EventFlags) -> Result<()> {
+        epoll::add(&self.epoll, fd, EventData::new_u64(key), interest)
+            .map_err(|error| Error::os("watching a socket", &error.into()))
+    }
+
+    /// # Errors
+    /// As `epoll_ctl(2)`.
+    pub(crate) fn rewatch(&self, fd: BorrowedFd<'_>, key: u64, interest: EventFlags) -> Result<()> {
+        epoll::modify(&self.epoll, fd, EventData::new_u64(key), interest)
+            .map_err(|error| Error::os("watching a socket", &error.into()))
+    }
+
+    fn unwatch(&self, fd: BorrowedFd<'_>) {
+        let _ = epoll::delete(&self.epoll, fd);
+    }
+}
+
+/// What all reactors of a transport share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) context: TransportContext,
+    pub(crate) config: Arc<TcpConfig>,
+    pub(crate) handles: Vec<Arc<Handle>>,
+    /// The next key of a lane or connection.
+    pub(crate) next_key: AtomicU64,
+    connections: Arc<AtomicUsize>,
+}
+
+impl Shared {
+    pub(crate) fn new(context: TransportContext, config: Arc<TcpConfig>, handles: Vec<Arc<Handle>>) -> Self {
+        // Keys below belong to the wake-up and the listeners.
+        let next_key = AtomicU64::new(1 << 16);
+        Self { context, config, handles, next_key, connections: Arc::new(AtomicUsize::new(0)) }
+    }
+
+    fn key(&self) -> u64 {
+        self.next_key.fetch_add(1, Ordering::Relaxed)
+    }
+}
+
+#[derive(Debug, Default)]
+struct Session {
+    connection: Option<u64>,
+    notified: Notified,
+}
+
+/// A thread's own state.
+#[derive(Debug)]
+pub(crate) struct Reactor {
+    shared: Arc<Shared>,
+    handle: Arc<Handle>,
+    listeners: Vec<TcpListener>,
+    listening: bool,
+    lanes: HashMap<u64, Arc<Lane>>,
+    greetings: BTreeMap<u64, (Greeting, Place)>,
+    served: HashMap<u64, (Serve, Place)>,
+    sessions: HashMap<LaneKey, Session>,
+    /// Sessions in the order in which they lost their connection.
+    forgettable: VecDeque<LaneKey>,
+    stopping: bool,
+}
+
+impl Reactor {
+    pub(crate) fn new(shared: Arc<Shared>, handle: Arc<Handle>, listeners: Vec<TcpListener>) -> Self {
+        Self {
+            shared,
+            handle,
+            listeners,
+            listening: false,
+            lanes: HashMap::new(),
+            greetings: BTreeMap::new(),
+            served: HashMap::new(),
+            sessions: HashMap::new(),
+            forgettable: VecDeque::new(),
+            stopping: false,
+        }
+    }
+
+    /// Works until told to stop and every lane has ended.
+    pub(crate) fn run(mut self) {
+        let spin = Duration::from_micros(self.shared.config.spin_us);
+        let tick = self.shared.config.tick();
+        let mut events: Vec<epoll::Event> = Vec::with_capacity(256);
+        let mut next_tick = Instant::now() + tick;
+        let mut spin_until = Instant::now();
+        self.listen();
+        loop {
+            let busy = self.take_inbox();
+            if self.stopping && self.lanes.is_empty() {
+                break;
+            }
+            let now = Instant::now();
+            if now >= next_tick {
+                self.tick();
+                next_tick = now + tick;
+            }
+            let polling = busy || self.stopping || now < spin_until;
+            let timeout = if polling { Some(Duration::ZERO) } else { self.patience(next_tick - now) };
+            if !polling {
+                self.handle.parked.store(true, Ordering::SeqCst);
+                if !self.handle.inbox.lock().commands.is_empty() {
+                    self.handle.parked.store(false, Ordering::SeqCst);
+                    continue;
+                }
+            }
+            events.clear();
+            let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
+            let waited = epoll::wait(
+                &self.handle.epoll,
+                rustix::buffer::spare_capacity(&mut events),
+                timeout.as_ref(),
+            );
+            self.handle.parked.store(false, Ordering::SeqCst);
+            if let Err(error) = waited
+                && error != rustix::io::Errno::INTR
+            {
+                tracing::error!(%error, "waiting for sockets");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            let mut moved = busy;
+            for event in &events {
+                let flags = event.flags;
+                moved |= self.ready(event.data.u64(), flags);
+            }
+            if moved {
+                spin_until = Instant::now() + spin;
+            } else if polling {
+                // Whoever waits for what we just reported may need this core.
+                std::thread::yield_now();
+            }
+        }
+        let mut inbox = self.handle.inbox.lock();
+        inbox.closed = true;
+        let left = std::mem::take(&mut inbox.commands);
+        drop(inbox);
+        drop(left);
+    }
+
+    /// How long to sleep: until the next tick, or for ever when nobody needs one.
+    fn patience(&self, until_tick: Duration) -> Option<Duration> {
+        let idle = self.lanes.is_empty()
+            && self.greetings.is_empty()
+            && self.served.is_empty()
+            && (self.listening || self.listeners.is_empty());
+        if idle { None } else { Some(until_tick) }
+    }
+
+    fn take_inbox(&mut self) -> bool {
+        let commands = std::mem::take(&mut self.handle.inbox.lock().commands);
+        let busy = !commands.is_empty();
+        for command in commands {
+            match command {
+                Command::Lane(lane) => {
+                    self.lanes.insert(lane.key, Arc::clone(&lane));
+                    self.drive(&lane, want::IO);
+                }
+                Command::Drive(lane) => {
+                    lane.taken();
+                    self.drive(&lane, want::SEND);
+                }
+                Command::Serve(arrival) => self.serve(*arrival),
+                Command::Stop => self.stop(),
+            }
+        }
+        busy
+    }
+
+    fn drive(&mut self, lane: &Arc<Lane>, wants: u8) -> bool {
+        let driven = lane.drive(wants, Driver::Reactor);
+        if lane.has_ended() {
+            self.lanes.remove(&lane.key);
+        }
+        driven
+    }
+
+    fn ready(&mut self, key: u64, flags: EventFlags) -> bool {
+        if key == WAKE {
+            let mut counter = [0_u8; 8];
+            let _ = rustix::io::read(&self.handle.wake, &mut counter);
+            return true;
+        }
+        if key <= self.listeners.len() as u64 {
+            self.accept(key as usize - 1);
+            return true;
+        }
+        if let Some(lane) = self.lanes.get(&key).cloned() {
+            return self.drive(&lane, want::IO);
+        }
+        if self.served.contains_key(&key) {
+            self.serve_ready(key, flags);
+            return true;
+        }
+        if self.greetings.contains_key(&key) {
+            self.greet(key);
+        }
+        true
+    }
+
+    fn listen(&mut self) {
+        self.listening = true;
+        for (at, listener) in self.listeners.iter().enumerate() {
+            if let Err(error) = self.handle.watch(listener.as_fd(), at as u64 + 1, EventFlags::IN) {
+                tracing::warn!(%error, "listening");
+                self.listening = false;
+            }
+        }
+    }
+
+    fn stop_listening(&mut self) {
+        self.listening = false;
+        for listener in &self.listeners {
+            self.handle.unwatch(listener.as_fd());
+        }
+    }
+
+    fn accept(&mut self, at: usize) {
+        for _ in 0..ACCEPTS {
+            let Some(listener) = self.listeners.get(at) else { return };
+            match listener.accept() {
+                Ok((socket, _)) => self.welcome(socket),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+                Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
+                Err(error) => {
+                    // Out of descriptors, most likely: trying again at once would only burn the core.
+                    tracing::warn!(%error, "accepting a connection; trying again later");
+                    return self.stop_listening();
+                }
+            }
+        }
+    }
+
+    fn welcome(&mut self, socket: TcpStream) {
+        let limit = self.shared.config.max_connections;
+        let Some(place) = Place::take(&self.shared.connections, limit) else {
+            tracing::warn!(limit, "a connection was refused: max_connections is reached");
+            let text = format!("{limit} connections are open; accepted: max_connections");
+            return refuse(&socket, &Error::new(ErrorKind::LimitReached, text));
+        };
+        let raw = socket2::SockRef::from(&socket);
+        if raw.set_nonblocking(true).and_then(|()| tune(&raw, &self.shared.config)).is_err() {
+            return;
+        }
+        // Whoever opens connections and says nothing pushes out its own kind, not those who are known.
+        if self.greetings.len() >= MAX_GREETINGS {
+            self.greetings.pop_first();
+        }
+        let key = self.shared.key();
+        if self.handle.watch(socket.as_fd(), key, EventFlags::IN).is_ok() {
+            self.greetings.insert(key, (Greeting::new(socket), place));
+        }
+    }
+
+    fn greet(&mut self, key: u64) {
+        let Some((greeting, _)) = self.greetings.get_mut(&key) else { return };
+        let outcome = match greeting.step() {
+            Ok(Step::More) => return,
+            Ok(Step::Call(call)) => Ok(call),
+            Err(error) => Err(error),
+        };
+        let Some((greeting, place)) = self.greetings.remove(&key) else { return };
+        let socket = greeting.into_socket();
+        self.handle.unwatch(socket.as_fd());
+        let agreed = outcome.and_then(|call| self.shared.context.hello.agree(&call.hello).map(|_| call));
+        match agreed {
+            Ok(call) => {
+                // All connections of a lane meet at one reactor, so that a new one can end the old one first.
+                let mut hasher = DefaultHasher::new();
+                call.key.hash(&mut hasher);
+                let handles = &self.shared.handles;
+                let at = (hasher.finish() % handles.len() as u64) as usize;
+                let arrival = Arrival { call: *call, socket, place };
+                if Arc::ptr_eq(&handles[at], &self.handle) {
+                    self.serve(arrival);
+                } else {
+                    handles[at].push(Command::Serve(Box::new(arrival)));
+                }
+            }
+            Err(error) => {
+                tracing::debug!(%error, "a connection was refused");
+                if error.kind() != ErrorKind::Malformed {
+                    refuse(&socket, &error);
+                }
+            }
+        }
+    }
+
+    fn serve(&mut self, arrival: Arrival) {
+        let Arrival { call, socket, place } = arrival;
+        if self.stopping {
+            return;
+        }
+        let known = self.sessions.contains_key(&call.key);
+        let session = self.sessions.entry(call.key).or_default();
+        // The older connection ends before the answer: nothing of it touches memory after that.
+        if let Some(old) = session.connection.take() {
+            self.served.remove(&old);
+        }
+        let hello = self.shared.context.hello.clone();
+        let incarnation = self.shared.context.incarnation;
+        let Ok(welcome) = (Answer::Welcome { hello, incarnation, known }).encode() else { return };
+        let key = self.shared.key();
+        if self.handle.watch(socket.as_fd(), key, EventFlags::empty()).is_err() {
+            return;
+        }
+        session.connection = Some(key);
+        self.served.insert(key, (Serve::new(call, socket, welcome, &self.shared.config), place));
+        self.serve_ready(key, EventFlags::IN);
+    }
+
+    fn serve_ready(&mut self, key: u64, _flags: EventFlags) {
+        let Some((serve, _)) = self.served.get_mut(&key) else { return };
+        let Some(session) = self.sessions.get_mut(&serve.key) else { return };
+        let shared = &self.shared;
+        let outcome = serve.run(&shared.context, &mut session.notified, &shared.config).and_then(|()| {
+            let interest = serve.interest();
+            interest.map_or(Ok(()), |interest| self.handle.rewatch(serve.socket().as_fd(), key, interest))
+        });
+        if let Err(error) = outcome {
+            self.drop_served(key, &error);
+        }
+    }
+
+    fn drop_served(&mut self, key: u64, error: &Error) {
+        tracing::debug!(%error, "a peer's connection has ended");
+        let Some((serve, _)) = self.served.remove(&key) else { return };
+        if let Some(session) = self.sessions.get_mut(&serve.key) {
+            session.connection = None;
+        }
+        self.forgettable.push_back(serve.key);
+        if self.forgettable.len() > MAX_REMEMBERED
+            && let Some(oldest) = self.forgettable.pop_front()
+            && self.sessions.get(&oldest).is_some_and(|session| session.connection.is_none())
+        {
+            self.sessions.remove(&oldest);
+        }
+    }
+
+    fn tick(&mut self) {
+        for lane in self.lanes.values().cloned().collect::<Vec<_>>() {
+            self.drive(&lane, want::IO | want::TICK);
+        }
+        let timeout = self.shared.config.connect_timeout();
+        self.greetings.retain(|_, (greeting, _)| greeting.age() < timeout);
+        let judged: Vec<(u64, Error)> = self
+            .served
+            .iter_mut()
+            .filter_map(|(key, (serve, _))| serve.tick().err().map(|error| (*key, error)))
+            .collect();
+        for (key, error) in judged {
+            self.drop_served(key, &error);
+        }
+        if !self.listening && !self.stopping && !self.listeners.is_empty() {
+            self.listen();
+        }
+    }
+
+    fn stop(&mut self) {
+        self.stopping = true;
+        self.stop_listening();
+        self.listeners.clear();
+        self.greetings.clear();
+        self.served.clear();
+        self.sessions.clear();
+    }
+}
+
+/// Tells a peer why it is not served. Best effort: a fresh socket's buffer has room for it.
+fn refuse(socket: &TcpStream, error: &Error) {
+    if let Ok(answer) = Answer::refusal(error).encode() {
+        let _ = rustix::net::send(socket, &answer, rustix::net::SendFlags::NOSIGNAL);
+    }
+}

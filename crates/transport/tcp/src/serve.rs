@@ -1,0 +1,470 @@
+//! A connection that a peer opened: its requests are handled in order, each access admitted by the gate.
+
+use std::collections::VecDeque;
+use std::io;
+use std::net::TcpStream;
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use posthorse_core::{
+    Access, Admission, Checksum, Claim, Error, ErrorKind, GrantToken, HostView, Result, TransportContext,
+};
+use rustix::event::epoll::EventFlags;
+
+use crate::checksum;
+use crate::config::TcpConfig;
+use crate::hello::{Call, LaneClass, LaneKey, shorten};
+use crate::intake::{DIRECT, Intake};
+use crate::placement::{Place, Placed, Placement};
+use crate::sys;
+use crate::wire::{MAX_MESSAGE, MAX_PIECE, REQUEST_BYTES, RESPONSE_BYTES, Request, Response, Sum};
+
+/// How many bytes of answers may wait before no further request is begun.
+const OUTPUT: usize = 256 << 10;
+/// Up to this many bytes, what a READ asks for is copied behind its header; more is sent from its place.
+const COPIED_READ: u64 = 16 << 10;
+/// How many bytes are moved in one go before other connections have their turn.
+const TURN: usize = 8 << 20;
+/// How many bytes are received in one call between payloads.
+const RECEIVE: usize = 256 << 10;
+/// How many refused notifications of a lane are remembered.
+const REMEMBERED: usize = 1024;
+/// The longest silence that a peer may claim for itself, in milliseconds.
+const MAX_PATIENCE_MS: u64 = 3_600_000;
+
+/// What a lane has delivered, over all its connections.
+#[derive(Debug, Default)]
+pub(crate) struct Notified {
+    last: u64,
+    refused: VecDeque<u64>,
+}
+
+/// A served connection.
+#[derive(Debug)]
+pub(crate) struct Serve {
+    pub(crate) key: LaneKey,
+    socket: TcpStream,
+    interest: EventFlags,
+    peer: String,
+    intake: Intake,
+    incoming: Incoming,
+    /// Whether long payloads are coming in, so that receiving ahead would only copy them.
+    long: bool,
+    /// Why the WRITE whose pieces are coming in has failed.
+    failed: Option<(u64, Error)>,
+    /// The last request that is done and not yet acknowledged.
+    due: Option<u64>,
+    output: Vec<u8>,
+    sent: usize,
+    sending: Option<Sending>,
+    /// Whether the socket took no more when we last tried.
+    full: bool,
+    heard: Instant,
+    /// How long the peer may be silent.
+    patience: Duration,
+    silent_ticks: u32,
+    spoke: bool,
+}
+
+#[derive(Debug)]
+enum Incoming {
+    Header,
+    Piece { id: u64, last: bool, placement: Placement },
+    Notify { id: u64, len: usize, data: Vec<u8> },
+}
+
+/// A long READ that is being answered.
+#[derive(Debug)]
+struct Sending {
+    id: u64,
+    checksum: Checksum,
+    view: HostView,
+    admission: Admission,
+    /// Bytes sent, and the end of the piece that was announced.
+    done: usize,
+    announced: usize,
+    revoked: bool,
+}
+
+impl Serve {
+    pub(crate) fn new(call: Call, socket: TcpStream, welcome: Vec<u8>, config: &TcpConfig) -> Self {
+        Self {
+            key: call.key,
+            socket,
+            interest: EventFlags::empty(),
+            peer: call.name,
+            intake: Intake::new(),
+            incoming: Incoming::Header,
+            long: call.class == LaneClass::Bulk,
+            failed: None,
+            due: None,
+            output: welcome,
+            sent: 0,
+            sending: None,
+            full: false,
+            heard: Instant::now(),
+            // It speaks as often as its own setting demands, which may be less often than ours would.
+            patience: config.liveness().max(Duration::from_millis(call.liveness_ms.min(MAX_PATIENCE_MS))),
+            silent_ticks: 0,
+            spoke: true,
+        }
+    }
+
+    pub(crate) fn socket(&self) -> &TcpStream {
+        &self.socket
+    }
+
+    /// Moves what can be moved now.
+    ///
+    /// # Errors
+    /// Why the connection has ended.
+    pub(crate) fn run(
+        &mut self,
+        context: &TransportContext,
+        notified: &mut Notified,
+        config: &TcpConfig,
+    ) -> Result<()> {
+        let mut turn = 0;
+        let mut drained = false;
+        loop {
+            let idle = self.parse(context, notified, config)?;
+            turn += self.flush()?;
+            // After a short receipt the socket is most likely empty; if not, the reactor is told again.
+            if turn >= TURN || (drained && idle && matches!(self.incoming, Incoming::Header)) {
+                return Ok(());
+            }
+            if !idle && !self.is_blocked() {
+                // What the output had no room for has room now.
+                continue;
+            }
+            if self.intake.is_full() {
+                return Ok(());
+            }
+            match self.receive() {
+                Ok(0) => return Err(Error::new(ErrorKind::PathFailed, "the peer closed the connection")),
+                Ok(received) => {
+                    (self.heard, self.silent_ticks) = (Instant::now(), 0);
+                    turn += received;
+                    drained = !self.long && received < RECEIVE;
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+                Err(error) => return Err(broken(&error)),
+            }
+        }
+    }
+
+    /// Time has passed: is the peer there, and does it know that we are?
+    ///
+    /// # Errors
+    /// `PeerGone` when it is not.
+    pub(crate) fn tick(&mut self) -> Result<()> {
+        self.silent_ticks += 1;
+        if self.silent_ticks > 3 && self.heard.elapsed() >= self.patience {
+            return Err(Error::new(ErrorKind::PeerGone, "the peer was silent past the liveness time"));
+        }
+        // Bytes are coming in and no answer is due yet: the peer shall not take us for dead meanwhile.
+        if !self.spoke && !self.is_blocked() && self.silent_ticks == 1 {
+            self.output.extend(Response::Pong.encode());
+            self.flush()?;
+        }
+        self.spoke = false;
+        Ok(())
+    }
+
+    /// What the reactor should watch for, if that has changed.
+    pub(crate) fn interest(&mut self) -> Option<EventFlags> {
+        let mut interest = EventFlags::empty();
+        interest.set(EventFlags::IN, !self.intake.is_full());
+        interest.set(EventFlags::OUT, self.is_blocked());
+        let changed = interest != self.interest;
+        self.interest = interest;
+        changed.then_some(interest)
+    }
+
+    fn is_blocked(&self) -> bool {
+        self.sent < self.output.len() || self.sending.is_some()
+    }
+
+    fn receive(&mut self) -> io::Result<usize> {
+        let socket = self.socket.as_fd();
+        match &mut self.incoming {
+            // SAFETY: the place is admitted memory, which is entered for each touch.
+            Incoming::Piece { placement, .. } => unsafe { placement.receive(socket, &mut self.intake) },
+            _ => self.intake.receive(socket, if self.long { REQUEST_BYTES } else { RECEIVE }),
+        }
+    }
+
+    /// Handles what the intake holds. False when the output had no room for more.
+    fn parse(
+        &mut self,
+        context: &TransportContext,
+        notified: &mut Notified,
+        config: &TcpConfig,
+    ) -> Result<bool> {
+        loop {
+            match std::mem::replace(&mut self.incoming, Incoming::Header) {
+                Incoming::Header => {
+                    if self.sending.is_some() || self.output.len() >= OUTPUT {
+                        return Ok(false);
+                    }
+                    let Some(header) = self.intake.peek::<REQUEST_BYTES>() else { return Ok(true) };
+                    let request = Request::decode(header)?;
+                    self.intake.take(REQUEST_BYTES);
+                    self.begin(request, context, config)?;
+                }
+                Incoming::Piece { id, last, mut placement } => {
+                    // SAFETY: the place is admitted memory, which is entered for each touch.
+                    unsafe { placement.take_from(&mut self.intake) };
+                    if placement.left() > 0 {
+                        self.incoming = Incoming::Piece { id, last, placement };
+                        return Ok(true);
+                    }
+                    // SAFETY: as above.
+                    self.end_piece(id, last, unsafe { placement.finish() });
+                }
+                Incoming::Notify { id, len, mut data } => {
+                    let more = (len - data.len()).min(self.intake.bytes().len());
+                    data.extend_from_slice(&self.intake.bytes()[..more]);
+                    self.intake.take(more);
+                    if data.len() < len {
+                        self.incoming = Incoming::Notify { id, len, data };
+                        return Ok(true);
+                    }
+                    self.deliver(id, &data, context, notified);
+                }
+            }
+        }
+    }
+
+    fn begin(&mut self, request: Request, context: &TransportContext, config: &TcpConfig) -> Result<()> {
+        match request {
+            Request::Ping => self.output.extend(Response::Pong.encode()),
+            Request::Notify { id, len } => {
+                if len > config.notify_bytes {
+                    let text =
+                        format!("a notification of {len} bytes; accepted: up to {}", config.notify_bytes);
+                    return Err(Error::new(ErrorKind::TooLarge, text));
+                }
+                self.incoming = Incoming::Notify { id, len, data: Vec::with_capacity(len) };
+            }
+            Request::Write { id, address, len, token, sum, last } => {
+                self.long = len as usize >= DIRECT;
+                if self.failed.as_ref().is_some_and(|(failed, _)| *failed != id) {
+                    let text = "a WRITE began before the last piece of the one before";
+                    return Err(Error::new(ErrorKind::Malformed, text));
+                }
+                let admitted = if self.failed.is_some() {
+                    None
+                } else {
+                    match admit(context, &self.peer, token, address, len, Access::Write) {
+                        Ok(admitted) => Some(admitted),
+                        Err(error) => {
+                            self.failed = Some((id, error));
+                            None
+                        }
+                    }
+                };
+                let place =
+                    admitted.map_or(Place::Nowhere, |(view, admission)| Place::Admitted(view, admission));
+                self.incoming =
+                    Incoming::Piece { id, last, placement: Placement::new(place, len as usize, sum) };
+            }
+            Request::Read { id, address, len, token, checksum } => {
+                match admit(context, &self.peer, token, address, len, Access::Read) {
+                    Err(error) => self.refuse(id, &error),
+                    Ok((view, admission)) if len <= COPIED_READ => {
+                        self.copy_read(id, view, &admission, checksum)
+                    }
+                    Ok((view, admission)) => {
+                        let (done, announced, revoked) = (0, 0, false);
+                        self.sending =
+                            Some(Sending { id, checksum, view, admission, done, announced, revoked });
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn end_piece(&mut self, id: u64, last: bool, placed: Placed) {
+        if self.failed.is_none() {
+            self.failed = match placed {
+                Placed::Whole => None,
+                Placed::Dropped => Some((id, revoked())),
+                Placed::Corrupt => {
+                    let text = "the bytes in place are not those that were sent";
+                    Some((id, Error::new(ErrorKind::Corrupt, text)))
+                }
+            };
+        }
+        if !last {
+            return;
+        }
+        match self.failed.take() {
+            Some((id, error)) => self.refuse(id, &error),
+            None => self.due = Some(id),
+        }
+    }
+
+    fn deliver(&mut self, id: u64, data: &[u8], context: &TransportContext, notified: &mut Notified) {
+        let again = id <= notified.last;
+        let outcome = if again && notified.refused.contains(&id) {
+            Err(Error::new(ErrorKind::QueueFull, "the notification was refused before"))
+        } else if again {
+            Ok(())
+        } else {
+            context.events.notified(&self.peer, data)
+        };
+        notified.last = notified.last.max(id);
+        match outcome {
+            Ok(()) => self.due = Some(id),
+            Err(error) => {
+                if !again {
+                    if notified.refused.len() == REMEMBERED {
+                        notified.refused.pop_front();
+                    }
+                    notified.refused.push_back(id);
+                }
+                self.refuse(id, &error);
+            }
+        }
+    }
+
+    fn refuse(&mut self, id: u64, error: &Error) {
+        let message = shorten(error.message(), MAX_MESSAGE);
+        self.output.extend(Response::Nack { id, code: error.code(), len: message.len() }.encode());
+        self.output.extend(message.as_bytes());
+        // The refusal says that everything before it is done.
+        self.due = None;
+    }
+
+    fn copy_read(&mut self, id: u64, view: HostView, admission: &Admission, checksum: Checksum) {
+        let before = self.output.len();
+        let start = before + RESPONSE_BYTES;
+        self.output.resize(start + view.len(), 0);
+        let Some(inside) = admission.enter() else {
+            self.output.truncate(before);
+            return self.refuse(id, &revoked());
+        };
+        // SAFETY: inside, so the memory is allocated; it is registered for reading by peers.
+        unsafe { sys::copy_out(view, &mut self.output[start..]) };
+        drop(inside);
+        // SAFETY: our own buffer.
+        let value = unsafe { checksum::of(HostView::of(&self.output[start..]), checksum) };
+        let sum = Sum { mode: checksum, value };
+        let header = Response::Data { id, len: view.len() as u64, sum }.encode();
+        self.output[before..start].copy_from_slice(&header);
+        self.due = Some(id);
+    }
+
+    /// Sends what waits, and returns how many bytes went.
+    fn flush(&mut self) -> Result<usize> {
+        let mut total = 0;
+        loop {
+            if let Some(id) = self.due.take() {
+                self.output.extend(Response::Ack { id }.encode());
+            }
+            self.announce();
+            let output = HostView::of(&self.output[self.sent..]);
+            let went = match &self.sending {
+                None if output.is_empty() => return Ok(total),
+                // SAFETY: our own buffer.
+                None => unsafe { sys::send_from(self.socket.as_fd(), &[output]) },
+                Some(sending) => sending.send(&self.socket, output),
+            };
+            let went = match went {
+                Ok(went) => went,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    self.full = true;
+                    return Ok(total);
+                }
+                Err(error) => return Err(broken(&error)),
+            };
+            total += went;
+            self.spoke = true;
+            // There was no room, and now there is: the peer has taken something.
+            if std::mem::take(&mut self.full) {
+                (self.heard, self.silent_ticks) = (Instant::now(), 0);
+            }
+            let of_output = went.min(output.len());
+            self.sent += of_output;
+            if self.sent == self.output.len() {
+                self.output.clear();
+                self.sent = 0;
+            }
+            if let Some(sending) = &mut self.sending {
+                sending.done += went - of_output;
+            }
+            if total >= TURN {
+                return Ok(total);
+            }
+        }
+    }
+
+    /// Announces the next piece of a long READ, or its end.
+    fn announce(&mut self) {
+        let Some(sending) = &mut self.sending else { return };
+        if sending.done < sending.announced {
+            return;
+        }
+        if !sending.revoked && sending.done < sending.view.len() {
+            let len = (sending.view.len() - sending.done).min(MAX_PIECE as usize);
+            let piece = sending.view.slice(sending.done, len).ok();
+            if let (Some(piece), Some(_inside)) = (piece, sending.admission.enter()) {
+                // SAFETY: inside, so the memory is allocated; it is registered for reading by peers.
+                let value = unsafe { checksum::of(piece, sending.checksum) };
+                let sum = Sum { mode: sending.checksum, value };
+                self.output.extend(Response::Data { id: sending.id, len: len as u64, sum }.encode());
+                sending.announced += len;
+                return;
+            }
+            sending.revoked = true;
+        }
+        let (id, revoked_meanwhile) = (sending.id, sending.revoked || sending.admission.enter().is_none());
+        self.sending = None;
+        if revoked_meanwhile {
+            self.refuse(id, &revoked());
+        } else {
+            self.output.extend(Response::Ack { id }.encode());
+        }
+    }
+}
+
+impl Sending {
+    /// Sends `output` and what is announced; filler in its place when the owner has closed the memory meanwhile.
+    fn send(&self, socket: &TcpStream, output: HostView) -> io::Result<usize> {
+        const FILLER: [u8; 4096] = [0; 4096];
+        let len = self.announced - self.done;
+        if let (Ok(piece), Some(_inside)) = (self.view.slice(self.done, len), self.admission.enter()) {
+            // SAFETY: the output is our own; inside, the memory is allocated.
+            return unsafe { sys::send_from(socket.as_fd(), &[output, piece]) };
+        }
+        // The end of the READ, which finds the memory closed too, tells the peer that it got filler.
+        let filler = HostView::of(&FILLER[..len.min(FILLER.len())]);
+        // SAFETY: both are our own.
+        unsafe { sys::send_from(socket.as_fd(), &[output, filler]) }
+    }
+}
+
+fn admit(
+    context: &TransportContext,
+    peer: &str,
+    token: Option<GrantToken>,
+    address: u64,
+    len: u64,
+    access: Access,
+) -> Result<(HostView, Admission)> {
+    let admission = context.gate.admit(&Claim { peer, token, address, len, access })?;
+    let view = admission.view().host().filter(|view| view.len() as u64 == len).ok_or_else(|| {
+        Error::new(ErrorKind::Unsupported, "the memory is not host memory, which is all that TCP moves")
+    })?;
+    Ok((view, admission))
+}
+
+fn revoked() -> Error {
+    Error::new(ErrorKind::AccessDenied, "the grant was revoked while the transfer was under way")
+}
+
+fn broken(error: &io::Error) -> Error {
+    Error::new(ErrorKind::PathFailed, format!("the connection broke: {error}"))
+}

@@ -1,0 +1,127 @@
+//! Raw memory towards and from sockets: the system calls.
+//!
+//! The memory that is moved may be written at the same time by a program that misuses it, so no Rust
+//! reference to it is ever made: the kernel gets addresses, and everything else goes through copies of a few
+//! kilobytes.
+
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+use posthorse_core::HostView;
+
+/// How many views one call takes at most (`IOV_MAX` of Linux).
+pub(crate) const MAX_VIEWS: usize = 1024;
+
+/// Sends from `views` without waiting, and returns how many bytes went (`sendmsg(2)`).
+///
+/// # Errors
+/// `WouldBlock` when the socket takes nothing now; whatever else the socket says.
+///
+/// # Safety
+/// Every view is allocated during the call.
+pub(crate) unsafe fn send_from(socket: BorrowedFd<'_>, views: &[HostView]) -> io::Result<usize> {
+    with_vectors(views, |vectors, count| {
+        // SAFETY: all fields of a message header may be zero.
+        let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+        message.msg_iov = vectors;
+        message.msg_iovlen = count;
+        // SAFETY: the message has `count` initialised vectors, whose memory is allocated by the caller's promise,
+        // and no name or control data.
+        unsafe {
+            libc::sendmsg(socket.as_raw_fd(), &raw const message, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL)
+        }
+    })
+}
+
+/// Receives into `views` in order without waiting, and returns how many bytes came; zero is the end of the
+/// stream (`recvmsg(2)`).
+///
+/// # Errors
+/// `WouldBlock` when there is nothing now; whatever else the socket says.
+///
+/// # Safety
+/// Every view is allocated during the call, and nothing that Rust knows of refers to its bytes.
+pub(crate) unsafe fn receive_into(socket: BorrowedFd<'_>, views: &[HostView]) -> io::Result<usize> {
+    with_vectors(views, |vectors, count| {
+        // SAFETY: all fields of a message header may be zero.
+        let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+        message.msg_iov = vectors;
+        message.msg_iovlen = count;
+        // SAFETY: as in `send_from`; the caller promises that the memory may be written.
+        unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) }
+    })
+}
+
+/// Copies `bytes` to the start of `to`, as far as they fit.
+///
+/// # Safety
+/// `to` is allocated during the call, and nothing that Rust knows of refers to its bytes.
+pub(crate) unsafe fn copy_in(bytes: &[u8], to: HostView) {
+    let len = bytes.len().min(to.len());
+    // SAFETY: `to` is allocated and apart from `bytes`, which is a reference that Rust knows of.
+    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to.as_ptr(), len) };
+}
+
+/// Copies the start of `from` to `bytes`, as far as it fits.
+///
+/// # Safety
+/// `from` is allocated during the call, and nothing that Rust knows of writes to it.
+pub(crate) unsafe fn copy_out(from: HostView, bytes: &mut [u8]) {
+    let len = bytes.len().min(from.len());
+    // SAFETY: `from` is allocated and apart from `bytes`, which is a reference that Rust knows of.
+    unsafe { std::ptr::copy_nonoverlapping(from.as_ptr().cast_const(), bytes.as_mut_ptr(), len) };
+}
+
+fn with_vectors(
+    views: &[HostView],
+    call: impl FnOnce(*mut libc::iovec, usize) -> libc::ssize_t,
+) -> io::Result<usize> {
+    let mut vectors = [MaybeUninit::<libc::iovec>::uninit(); MAX_VIEWS];
+    let count = views.len().min(MAX_VIEWS);
+    for (vector, view) in vectors.iter_mut().zip(views) {
+        vector.write(libc::iovec { iov_base: view.as_ptr().cast(), iov_len: view.len() });
+    }
+    usize::try_from(call(vectors.as_mut_ptr().cast(), count)).map_err(|_| io::Error::last_os_error())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn bytes_go_from_views_into_views() {
+        let (a, b) = UnixStream::pair().unwrap();
+        let (first, second) = ([1_u8, 2], [3_u8]);
+        // SAFETY: both arrays live through the call.
+        let sent = unsafe { send_from(a.as_fd(), &[HostView::of(&first), HostView::of(&second)]) }.unwrap();
+        assert_eq!(sent, 3);
+        let (mut left, mut right) = ([0_u8; 1], [0_u8; 4]);
+        let views = [HostView::of_mut(&mut left), HostView::of_mut(&mut right)];
+        // SAFETY: both arrays live through the call and are not otherwise used during it.
+        assert_eq!(unsafe { receive_into(b.as_fd(), &views) }.unwrap(), 3);
+        assert_eq!((left, right), ([1], [2, 3, 0, 0]));
+        // SAFETY: as above.
+        let nothing = unsafe { receive_into(b.as_fd(), &views) }.unwrap_err();
+        assert_eq!(nothing.kind(), io::ErrorKind::WouldBlock);
+        drop(a);
+        // SAFETY: as above.
+        assert_eq!(unsafe { receive_into(b.as_fd(), &views) }.unwrap(), 0);
+    }
+
+    #[test]
+    fn copies_are_cut_to_the_shorter_side() {
+        let mut memory = [0_u8; 3];
+        let view = HostView::of_mut(&mut memory);
+        let mut out = [9_u8; 2];
+        // SAFETY: the array lives and is not otherwise used during the calls.
+        unsafe {
+            copy_in(&[1, 2, 3, 4], view);
+            copy_out(view, &mut out);
+        }
+        assert_eq!((memory, out), ([1, 2, 3], [1, 2]));
+    }
+}

@@ -1,0 +1,265 @@
+//! Connections break, peers fall silent, and paths are ended: each slice says what became of it.
+
+use std::net::TcpListener;
+use std::time::{Duration, Instant};
+
+use posthorse_core::*;
+use posthorse_tcp::TcpConfig;
+
+use crate::support::*;
+
+fn lively(ms: u64) -> TcpConfig {
+    TcpConfig { liveness_ms: ms, ..local() }
+}
+
+/// Cut again and again, before a byte has come in between.
+fn persistent() -> TcpConfig {
+    TcpConfig { reconnect_attempts: 16, ..local() }
+}
+
+fn hello() -> Hello {
+    Hello::new(Features::NONE, None)
+}
+
+#[test]
+fn connections_reset_in_the_middle_are_made_again_and_nothing_is_lost() {
+    let (here, there) = (Node::with("here:1", persistent(), hello()), Node::new("there:1"));
+    let relay = Relay::to(there.port());
+    let path = here.connect(&relay.instead_of(&there.desc));
+    let (len, long) = (4096, 24 << 20);
+    let source = Memory::patterned(long, 1);
+    let (target, back) = (Memory::new(long), Memory::new(long));
+    let (_, token) = there.publish(target, Access::ReadWrite);
+    for round in 0..3 {
+        target.bytes_mut().fill(0);
+        back.bytes_mut().fill(0);
+        let mut slices: Vec<Slice> = (0..1000)
+            .map(|n| write(source.part(n * len, len), target.address() + (n * len) as u64, token))
+            .collect();
+        slices.push(write(
+            source.part(1000 * len, long - 1000 * len),
+            target.address() + 1000 * len as u64,
+            token,
+        ));
+        here.submit_all(path, &slices);
+        relay.forwarded(1 << 20);
+        relay.cut();
+        let done = here.events.completions(slices.len());
+        assert!(done.values().all(|done| done.result.is_ok()), "round {round}: {done:?}");
+        assert!(target.bytes() == source.bytes());
+        let slice = read(back.part(0, long), target.address(), token);
+        here.submit_all(path, &[slice]);
+        relay.forwarded(1 << 20);
+        relay.cut();
+        here.events.completion(slice.token).unwrap();
+        assert!(back.bytes() == source.bytes());
+    }
+    assert!(!here.events.is_down());
+}
+
+#[test]
+fn a_notification_is_delivered_once_although_its_connection_breaks() {
+    let (here, there) = (Node::with("here:1", persistent(), hello()), Node::new("there:1"));
+    let relay = Relay::to(there.port());
+    let path = here.connect(&relay.instead_of(&there.desc));
+    for round in 0..10_u64 {
+        for n in 0..10 {
+            here.transport.notify(path, next_token(), &(round * 10 + n).to_le_bytes()).unwrap();
+        }
+        relay.cut();
+        let done = here.events.completions(10);
+        assert!(done.values().all(|done| done.result.is_ok()), "round {round}: {done:?}");
+    }
+    let got: Vec<Vec<u8>> = there.events.notified(100).into_iter().map(|(_, data)| data).collect();
+    assert_eq!(got, (0..100_u64).map(|n| n.to_le_bytes().to_vec()).collect::<Vec<_>>());
+}
+
+#[test]
+fn an_idle_path_stays_up_longer_than_the_liveness_time() {
+    let here = Node::with("here:1", lively(150), hello());
+    let there = Node::with("there:1", lively(150), hello());
+    let path = here.connect(&there.desc);
+    // Time itself is what is tested here.
+    std::thread::sleep(Duration::from_millis(600));
+    let (source, target) = (Memory::patterned(4096, 1), Memory::new(4096));
+    let (_, token) = there.publish(target, Access::Write);
+    here.transfer(path, write(source.part(0, 4096), target.address(), token)).unwrap();
+    assert!(!here.events.is_down());
+}
+
+#[test]
+fn an_idle_connection_that_was_dropped_silently_does_not_fail_the_next_request() {
+    let here = Node::with("here:1", lively(600), hello());
+    let there = Node::with("there:1", lively(600), hello());
+    let relay = Relay::to(there.port());
+    let path = here.connect(&relay.instead_of(&there.desc));
+    let (source, target) = (Memory::patterned(1 << 20, 1), Memory::new(1 << 20));
+    let (_, token) = there.publish(target, Access::Write);
+    relay.silence();
+    for len in [4096, 1 << 20] {
+        here.transfer(path, write(source.part(0, len), target.address(), token)).unwrap();
+    }
+    assert!(target.bytes() == source.bytes());
+    assert!(!here.events.is_down());
+}
+
+#[test]
+fn a_silent_peer_is_gone_within_the_liveness_time() {
+    let here = Node::with("here:1", lively(600), hello());
+    let there = Node::new("there:1");
+    let relay = Relay::to(there.port());
+    let path = here.connect(&relay.instead_of(&there.desc));
+    let memory = Memory::new(4096);
+    let (_, token) = there.publish(memory, Access::ReadWrite);
+    relay.silence_for_ever();
+    let began = Instant::now();
+    let (writing, reading) = (
+        write(memory.part(0, 64), memory.address(), token),
+        read(memory.part(0, 64), memory.address(), token),
+    );
+    here.submit_all(path, &[writing, reading]);
+    assert_eq!(here.events.error(writing.token), (ErrorKind::PeerGone, FarEnd::Unconfirmed));
+    assert_eq!(here.events.error(reading.token), (ErrorKind::PeerGone, FarEnd::Quiet));
+    let took = began.elapsed();
+    assert!(took < Duration::from_millis(1500), "it took {took:?}");
+    let down = here.events.down();
+    assert_eq!(down.kind(), ErrorKind::PeerGone);
+    assert!(down.to_string().contains("silent for") && down.peer() == Some("there:1"), "{down}");
+    assert_eq!(here.submit(path, &[writing]).unwrap_err().kind(), ErrorKind::PeerGone);
+    // It comes back under the same name.
+    let again = here.connect(&there.desc);
+    here.transfer(again, write(memory.part(0, 64), memory.address(), token)).unwrap();
+}
+
+#[test]
+fn a_fence_ends_every_slice_and_confirms_the_far_end() {
+    let (here, there) = (Node::new("here:1"), Node::new("there:1"));
+    let path = here.connect(&there.desc);
+    let len = 32 << 20;
+    let (source, target) = (Memory::patterned(len, 1), Memory::new(len));
+    let (_, token) = there.publish(target, Access::ReadWrite);
+    let mut slices: Vec<Slice> =
+        (0..6).map(|_| write(source.part(0, len), target.address(), token)).collect();
+    slices.extend((0..6).map(|_| read(source.part(0, len), target.address(), token)));
+    here.submit_all(path, &slices);
+    here.events.completion(slices[0].token).unwrap();
+    here.transport.fence(path);
+    let mut flushed = 0;
+    for slice in &slices[1..] {
+        if let Err(error) = here.events.completion(slice.token) {
+            assert_eq!((error.error.kind(), error.far_end), (ErrorKind::Flushed, FarEnd::Quiet));
+            flushed += 1;
+        }
+    }
+    assert!(flushed > 0);
+    // Quiet it said: what is changed now stays.
+    target.bytes_mut().fill(9);
+    assert_eq!(here.events.down().kind(), ErrorKind::Flushed);
+    assert_eq!(here.submit(path, &slices).unwrap_err().kind(), ErrorKind::Flushed);
+    let again = here.connect(&there.desc);
+    here.transport.notify(again, 1 << 40, b"x").unwrap();
+    here.events.completion(1 << 40).unwrap();
+    assert!(target.bytes().iter().all(|byte| *byte == 9));
+    here.transport.disconnect(path);
+    here.transport.disconnect(again);
+    assert_eq!(here.transport.notify(again, 1 << 41, b"x").unwrap_err().kind(), ErrorKind::NotFound);
+}
+
+#[test]
+fn a_fence_that_the_peer_does_not_confirm_says_so() {
+    let here = Node::with("here:1", lively(300), hello());
+    let there = Node::new("there:1");
+    let relay = Relay::to(there.port());
+    let path = here.connect(&relay.instead_of(&there.desc));
+    let memory = Memory::new(4096);
+    let (_, token) = there.publish(memory, Access::ReadWrite);
+    relay.silence_for_ever();
+    let slice = write(memory.part(0, 64), memory.address(), token);
+    here.submit_all(path, &[slice]);
+    here.transport.fence(path);
+    assert_eq!(here.events.error(slice.token), (ErrorKind::Flushed, FarEnd::Unconfirmed));
+}
+
+#[test]
+fn cancel_drops_what_is_not_yet_sent_and_nothing_else() {
+    let config = TcpConfig { window_slots: 16, ..local() };
+    let here = Node::with("here:1", config, hello());
+    let there = Node::new("there:1");
+    let path = here.connect(&there.desc);
+    let len = 4 << 20;
+    let (source, target) = (Memory::patterned(len, 1), Memory::new(len));
+    let (_, token) = there.publish(target, Access::Write);
+    let slices: Vec<Slice> = (0..200).map(|_| write(source.part(0, len), target.address(), token)).collect();
+    here.submit_all(path, &slices);
+    let odd = |token: u64| token % 2 == 1;
+    here.transport.cancel(path, &mut |token| odd(token));
+    let done = here.events.completions(200);
+    let (mut cancelled, mut kept) = (0, 0);
+    for (token, completion) in done {
+        match completion.result {
+            Ok(_) => kept += 1,
+            Err(error) => {
+                assert!(odd(token));
+                assert_eq!((error.error.kind(), error.far_end), (ErrorKind::Cancelled, FarEnd::Quiet));
+                cancelled += 1;
+            }
+        }
+    }
+    assert!(cancelled > 0 && kept >= 100, "{cancelled} cancelled, {kept} kept");
+}
+
+#[test]
+fn stop_ends_everything_at_once_and_may_be_repeated() {
+    let (here, there) = (Node::new("here:1"), Node::new("there:1"));
+    let path = here.connect(&there.desc);
+    let len = 16 << 20;
+    let (source, target) = (Memory::patterned(len, 1), Memory::new(len));
+    let (_, token) = there.publish(target, Access::Write);
+    let slices: Vec<Slice> = (0..64).map(|_| write(source.part(0, len), target.address(), token)).collect();
+    here.submit_all(path, &slices);
+    here.transport.stop();
+    assert_eq!(here.events.order().len(), 64, "each slice has had its completion when stop returns");
+    here.transport.stop();
+    assert!(here.submit(path, &slices).is_err());
+    let error = here.transport.connect(&there.desc, Deadline::NEVER).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Closed);
+    // The other side serves the next one.
+    let next = Node::new("next:1");
+    let path = next.connect(&there.desc);
+    next.transfer(path, write(source.part(0, 64), target.address(), token)).unwrap();
+    there.transport.stop();
+}
+
+#[test]
+fn whoever_cannot_be_connected_to_is_named_with_the_reason() {
+    let here = Node::with("here:1", TcpConfig { connect_timeout_ms: 200, ..local() }, hello());
+    let there = Node::new("there:1");
+    let refused = |desc: &SegmentDesc| here.transport.connect(desc, Deadline::after(PATIENCE)).unwrap_err();
+    let at = |port: u16| {
+        let mut desc = there.desc.clone();
+        desc.transports.insert("tcp".into(), serde_json::json!({"host": "127.0.0.1", "port": port}));
+        desc
+    };
+    let free = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = free.local_addr().unwrap().port();
+    // It listens, and never answers.
+    let mute = refused(&at(port));
+    assert_eq!(mute.kind(), ErrorKind::PeerUnreachable, "{mute}");
+    drop(free);
+    let dead = refused(&at(port));
+    assert_eq!((dead.kind(), dead.peer()), (ErrorKind::PeerUnreachable, Some("there:1")), "{dead}");
+    assert!(dead.to_string().contains("refused"), "{dead}");
+    let without = SegmentDesc { transports: Attributes::new(), ..there.desc.clone() };
+    assert_eq!(refused(&without).kind(), ErrorKind::Unsupported);
+    let foreign = SegmentDesc { hello: None, ..there.desc.clone() };
+    assert_eq!(refused(&foreign).kind(), ErrorKind::Unsupported);
+    let restarted = SegmentDesc { incarnation: Some(Incarnation(1)), ..there.desc.clone() };
+    assert_eq!(refused(&restarted).kind(), ErrorKind::PeerRestarted);
+    let fingerprint = |text: &str| Hello::new(Features::NONE, Some(text.to_owned()));
+    let (a, b) = (Node::with("a:1", local(), fingerprint("a")), Node::with("b:1", local(), fingerprint("b")));
+    let error = a.transport.connect(&b.desc, Deadline::after(PATIENCE)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::FingerprintMismatch);
+    assert!(error.to_string().contains("\"a\"") && error.to_string().contains("\"b\""), "{error}");
+    let late = here.transport.connect(&there.desc, Deadline::after(Duration::ZERO)).unwrap_err();
+    assert_eq!(late.kind(), ErrorKind::DeadlineExceeded);
+}

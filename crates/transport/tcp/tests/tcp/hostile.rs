@@ -1,0 +1,191 @@
+//! Whoever sends what it should not loses its connection, and nobody else notices.
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use posthorse_core::*;
+use posthorse_tcp::TcpConfig;
+
+use crate::support::*;
+
+fn opening(lane: u16) -> Vec<u8> {
+    let body = serde_json::json!({
+        "hello": Hello::new(Features::NONE, None), "name": "hostile:1", "session": [1, 2], "lane": lane,
+        "class": "bulk", "liveness_ms": 600,
+    })
+    .to_string();
+    let mut bytes = b"PSTHORSE".to_vec();
+    bytes.extend((body.len() as u32).to_le_bytes());
+    bytes.extend(body.as_bytes());
+    bytes
+}
+
+/// Sends `bytes`, and reads until the other side closes.
+fn say(port: u16, bytes: &[u8]) {
+    let mut socket = TcpStream::connect(("127.0.0.1", port)).unwrap();
+    socket.set_read_timeout(Some(PATIENCE)).unwrap();
+    // The other side may close before it has read everything.
+    let _ = socket.write_all(bytes);
+    let mut answer = Vec::new();
+    match socket.read_to_end(&mut answer) {
+        Ok(_) => {}
+        Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset, "{error}"),
+    }
+}
+
+fn header(kind: u8, flags: u8, len: u64) -> Vec<u8> {
+    let mut bytes = vec![0; 64];
+    (bytes[0], bytes[1], bytes[8]) = (kind, flags, 1);
+    bytes[24..32].copy_from_slice(&len.to_le_bytes());
+    bytes
+}
+
+#[test]
+fn hostile_bytes_cost_their_connection_and_nothing_else() {
+    let there = Node::with(
+        "there:1",
+        TcpConfig { connect_timeout_ms: 300, liveness_ms: 600, ..local() },
+        Hello::new(Features::NONE, None),
+    );
+    let here = Node::new("here:1");
+    let path = here.connect(&there.desc);
+    let (source, target) = (Memory::patterned(4096, 1), Memory::new(4096));
+    let (_, token) = there.publish(target, Access::ReadWrite);
+    let port = there.port();
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut count = 0;
+            while !stop.load(Ordering::Acquire) || count < 10 {
+                here.transfer(path, write(source.part(0, 4096), target.address(), token)).unwrap();
+                count += 1;
+            }
+        });
+        let mut state = 1_u64;
+        for len in [0, 1, 8, 12, 64, 1000, 100_000] {
+            let random: Vec<u8> = (0..len)
+                .map(|_| {
+                    state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                    (state >> 56) as u8
+                })
+                .collect();
+            if !random.is_empty() {
+                say(port, &[b"PSTHORSE", &random[..]].concat());
+                say(port, &random);
+                say(port, &[opening(3), random].concat());
+            }
+        }
+        say(port, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n");
+        say(port, b"PSTHORSE\xff\xff\xff\xff");
+        say(port, b"PSTHORSE\x02\x00\x00\x00{}");
+        let whole = opening(4);
+        say(port, &whole[..whole.len() - 1]);
+        for frame in [
+            header(9, 0, 1),
+            header(1, 0, u64::MAX),
+            header(1, 0, (1 << 20) + 1),
+            header(1, 3, 8),
+            header(2, 0, u64::MAX),
+            header(2, 0, 0),
+            header(3, 0, 1 << 21),
+            header(3, 0, (64 << 10) + 1),
+            [header(1, 0, 8), vec![0; 8], header(1, 0, 8), vec![0; 8]].concat(),
+            // Half a payload and then nothing.
+            [header(1, 8, 1000), vec![0; 10]].concat(),
+        ] {
+            let last_is_another_id = frame.len() == 144;
+            let mut bytes = [opening(5), frame].concat();
+            if last_is_another_id {
+                let at = bytes.len() - 72 + 8;
+                bytes[at] = 2;
+            }
+            say(port, &bytes);
+        }
+        stop.store(true, Ordering::Release);
+    });
+    assert!(target.bytes() == source.bytes());
+    assert!(!here.events.is_down());
+}
+
+#[test]
+fn a_thousand_half_open_connections_do_not_keep_honest_ones_out() {
+    let there = Node::new("there:1");
+    let half_open: Vec<TcpStream> = (0..1000)
+        .map(|n| {
+            let mut socket = TcpStream::connect(("127.0.0.1", there.port())).unwrap();
+            if n % 2 == 0 {
+                socket.write_all(b"PSTHORSE").unwrap();
+            }
+            socket
+        })
+        .collect();
+    let here = Node::new("here:1");
+    let path = here.connect(&there.desc);
+    let (source, target) = (Memory::patterned(4096, 1), Memory::new(4096));
+    let (_, token) = there.publish(target, Access::Write);
+    here.transfer(path, write(source.part(0, 4096), target.address(), token)).unwrap();
+    drop(half_open);
+}
+
+#[test]
+fn the_number_of_connections_is_bounded() {
+    let config = TcpConfig { max_connections: 3, ..local() };
+    let there = Node::with("there:1", config, Hello::new(Features::NONE, None));
+    let here = Node::new("here:1");
+    here.connect(&there.desc);
+    let next = Node::with(
+        "next:1",
+        TcpConfig { connect_timeout_ms: 300, ..local() },
+        Hello::new(Features::NONE, None),
+    );
+    assert!(next.transport.connect(&there.desc, Deadline::after(PATIENCE)).is_err());
+    here.transport.stop();
+    // Its places are given back as soon as the other side has seen it go.
+    let until = std::time::Instant::now() + PATIENCE;
+    while next.transport.connect(&there.desc, Deadline::after(PATIENCE)).is_err() {
+        assert!(std::time::Instant::now() < until);
+    }
+}
+
+#[test]
+fn a_peer_that_answers_what_it_was_not_asked_loses_its_path() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let here = Node::new("here:1");
+    let mut desc = here.desc.clone();
+    (desc.name, desc.incarnation) = ("liar:1".to_owned(), None);
+    desc.transports.insert("tcp".into(), serde_json::json!({"host": "127.0.0.1", "port": port}));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for _ in 0..3 {
+                let (mut socket, _) = listener.accept().unwrap();
+                let mut start = [0; 12];
+                socket.read_exact(&mut start).unwrap();
+                let mut body =
+                    vec![0; u32::from_le_bytes([start[8], start[9], start[10], start[11]]) as usize];
+                socket.read_exact(&mut body).unwrap();
+                let body = serde_json::json!({"welcome":
+                    {"hello": Hello::new(Features::NONE, None), "incarnation": 1, "known": false}})
+                .to_string();
+                let mut answer = b"PSTHORSE".to_vec();
+                answer.extend((body.len() as u32).to_le_bytes());
+                answer.extend(body.as_bytes());
+                let mut ack = [0; 32];
+                (ack[0], ack[8]) = (0x81, 77);
+                answer.extend(ack);
+                let _ = socket.write_all(&answer);
+                scope.spawn(move || {
+                    let _ = socket.read_to_end(&mut Vec::new());
+                });
+            }
+        });
+        // It may have gone down before `connect` returned.
+        let error = match here.transport.connect(&desc, Deadline::after(PATIENCE)) {
+            Ok(_) => here.events.down(),
+            Err(error) => error,
+        };
+        assert_eq!(error.kind(), ErrorKind::Malformed, "{error}");
+        here.transport.stop();
+    });
+}

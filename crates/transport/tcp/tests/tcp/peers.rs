@@ -1,0 +1,144 @@
+//! Two processes: one of them dies, or stops.
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use posthorse_core::*;
+use posthorse_tcp::TcpConfig;
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::support::*;
+
+const ROLE: &str = "POSTHORSE_TCP_TEST_PEER";
+const LEN: usize = 64 << 20;
+
+/// Not a test: what the other process runs. It publishes memory, says where, and serves until its input ends.
+#[test]
+fn peer_main() {
+    if std::env::var_os(ROLE).is_none() {
+        return;
+    }
+    let node = Node::new("peer:1");
+    let memory = Memory::patterned(LEN, 7);
+    let (_, token) = node.publish(memory, Access::ReadWrite);
+    println!(
+        "\nPEER {} {} {} {} {}",
+        node.port(),
+        memory.address(),
+        token.handle,
+        token.secret,
+        incarnation(&node)
+    );
+    std::io::stdout().flush().unwrap();
+    let mut line = String::new();
+    while std::io::stdin().read_line(&mut line).unwrap() > 0 {}
+    std::process::exit(0);
+}
+
+fn incarnation(node: &Node) -> u64 {
+    node.desc.incarnation.unwrap().0
+}
+
+struct Peer {
+    child: Child,
+    /// Closing it ends the peer, so no orphan is left behind.
+    _input: ChildStdin,
+    desc: SegmentDesc,
+    address: u64,
+    token: GrantToken,
+}
+
+impl Peer {
+    fn spawn() -> Self {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "peers::peer_main", "--nocapture"])
+            .env(ROLE, "1")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let line = lines.map(Result::unwrap).find(|line| line.starts_with("PEER ")).unwrap();
+        let numbers: Vec<u64> = line.split(' ').skip(1).map(|number| number.parse().unwrap()).collect();
+        let desc = SegmentDesc {
+            name: "peer:1".to_owned(),
+            incarnation: Some(Incarnation(numbers[4])),
+            hello: Some(Hello::new(Features::NONE, None)),
+            transports: [("tcp".to_owned(), serde_json::json!({"host": "127.0.0.1", "port": numbers[0]}))]
+                .into(),
+            buffers: Vec::new(),
+        };
+        let token = GrantToken { handle: numbers[2], secret: numbers[3] };
+        let _input = child.stdin.take().unwrap();
+        Self { child, _input, desc, address: numbers[1], token }
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.child), signal).unwrap();
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn two_processes_exchange_bytes() {
+    let (here, peer) = (Node::new("here:1"), Peer::spawn());
+    let path = here.connect(&peer.desc);
+    let (back, expected) = (Memory::new(LEN), Memory::patterned(LEN, 7));
+    here.transfer(path, read(back.part(0, LEN), peer.address, peer.token)).unwrap();
+    assert!(back.bytes() == expected.bytes());
+    let source = Memory::patterned(LEN, 8);
+    here.transfer(path, write(source.part(0, LEN), peer.address, peer.token)).unwrap();
+    here.transfer(path, read(back.part(0, LEN), peer.address, peer.token)).unwrap();
+    assert!(back.bytes() == source.bytes());
+}
+
+#[test]
+fn a_killed_peer_is_gone_at_once_and_its_successor_is_served() {
+    let (here, mut peer) = (Node::new("here:1"), Peer::spawn());
+    let path = here.connect(&peer.desc);
+    let source = Memory::patterned(LEN, 8);
+    let writes: Vec<Slice> = (0..8).map(|_| write(source.part(0, LEN), peer.address, peer.token)).collect();
+    here.submit_all(path, &writes);
+    here.events.completion(writes[0].token).unwrap();
+    peer.child.kill().unwrap();
+    peer.child.wait().unwrap();
+    let began = Instant::now();
+    let done = here.events.completions(7);
+    let took = began.elapsed();
+    assert!(took < Duration::from_secs(3), "{took:?}");
+    let kinds: Vec<_> =
+        done.values().filter_map(|done| done.result.as_ref().err()).map(|e| e.error.kind()).collect();
+    assert!(!kinds.is_empty() && kinds.iter().all(|kind| *kind == ErrorKind::PeerGone), "{kinds:?}");
+    assert_eq!(here.events.down().kind(), ErrorKind::PeerGone);
+    let next = Peer::spawn();
+    let path = here.connect(&next.desc);
+    here.transfer(path, write(source.part(0, LEN), next.address, next.token)).unwrap();
+}
+
+#[test]
+fn a_stopped_peer_is_gone_after_the_liveness_time_and_comes_back() {
+    let config = TcpConfig { liveness_ms: 900, ..local() };
+    let here = Node::with("here:1", config, Hello::new(Features::NONE, None));
+    let peer = Peer::spawn();
+    let path = here.connect(&peer.desc);
+    let source = Memory::patterned(LEN, 8);
+    here.transfer(path, write(source.part(0, 4096), peer.address, peer.token)).unwrap();
+    peer.signal(Signal::STOP);
+    let slice = write(source.part(0, LEN), peer.address, peer.token);
+    let began = Instant::now();
+    here.submit_all(path, &[slice]);
+    assert_eq!(here.events.error(slice.token), (ErrorKind::PeerGone, FarEnd::Unconfirmed));
+    let took = began.elapsed();
+    assert!(took < Duration::from_millis(2500), "{took:?}");
+    assert!(here.events.down().to_string().contains("silent for"));
+    peer.signal(Signal::CONT);
+    let path = here.connect(&peer.desc);
+    here.transfer(path, write(source.part(0, LEN), peer.address, peer.token)).unwrap();
+}
