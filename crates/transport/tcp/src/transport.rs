@@ -11,7 +11,8 @@ use posthorse_core::{
     Capabilities, Completion, Deadline, Error, ErrorKind, FarEnd, HostView, Level, Path, PathId, PathState,
     RegionId, RegisteredRegion, Result, SegmentDesc, Slice, SliceError, Transport, TransportContext, View,
 };
-use serde::{Deserialize, Serialize};
+use posthorse_segment::TcpAttributes;
+use serde::Deserialize;
 use serde_json::Value;
 
 use crate::address::{listen, resolve};
@@ -28,13 +29,9 @@ const NAME: &str = "tcp";
 /// The slice length from which a longer one gains nothing.
 const PREFERRED_SLICE: u64 = 4 << 20;
 
-/// What is published for peers.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct Published {
-    /// Where it listens; `None`: the host of the segment's name.
-    host: Option<String>,
-    port: u16,
-}
+/// Mooncake's data plane in which a WRITE counts only when it is acknowledged. It is not served yet, so such a
+/// peer's connection is closed; towards version 1 that would look like success.
+const FOREIGN_VERSION: u32 = 2;
 
 /// Moves bytes over TCP. See the crate's documentation.
 #[derive(Debug)]
@@ -152,7 +149,8 @@ impl Transport for TcpTransport {
             }
         }
         *running = Some(started);
-        let published = Published { host: Some(listening.host), port: listening.port };
+        let (host, port) = (Some(listening.host), listening.port);
+        let published = TcpAttributes { host, port, foreign_version: FOREIGN_VERSION };
         serde_json::to_value(published)
             .map_err(|error| Error::new(ErrorKind::Internal, format!("publishing transport tcp: {error}")))
     }
@@ -195,7 +193,7 @@ impl Transport for TcpTransport {
         let published = peer.transports.get(NAME).ok_or_else(|| {
             Error::new(ErrorKind::Unsupported, "the peer publishes no transport tcp").with_peer(&*peer.name)
         })?;
-        let published = Published::deserialize(published).map_err(|error| {
+        let published = TcpAttributes::deserialize(published).map_err(|error| {
             Error::new(ErrorKind::Malformed, format!("what the peer publishes for transport tcp: {error}"))
                 .with_peer(&*peer.name)
         })?;
