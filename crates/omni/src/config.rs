@@ -1,0 +1,357 @@
+//! The connector's configuration.
+//!
+//! The keys of vLLM-Omni's `extra` section are accepted as they are; the others are Posthorse's own. It is read
+//! from YAML, TOML or JSON through `serde`; an unknown key or a bad value is an error that names the key, the
+//! value and what is accepted.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+use posthorse_core::{Checksum, Error, ErrorKind, Result};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::control::ControlLimits;
+use crate::offer::OfferLimits;
+
+/// What a connector does on its edge.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Role {
+    /// It offers: it binds a listener.
+    Sender,
+    /// It pulls.
+    Receiver,
+    /// Both.
+    #[serde(alias = "dual")]
+    Both,
+}
+
+impl Role {
+    /// Whether it offers.
+    pub const fn sends(self) -> bool {
+        matches!(self, Self::Sender | Self::Both)
+    }
+
+    /// Whether it pulls.
+    pub const fn receives(self) -> bool {
+        matches!(self, Self::Receiver | Self::Both)
+    }
+}
+
+/// Which transport carries the bytes. Written `auto`, `prefer:NAME` or `require:NAME`.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum TransportChoice {
+    /// The best that there is.
+    #[default]
+    Auto,
+    /// This one where it can be had, else the best.
+    Prefer(String),
+    /// This one, or an error that says why not.
+    Require(String),
+}
+
+impl FromStr for TransportChoice {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text.split_once(':') {
+            None if text == "auto" => Ok(Self::Auto),
+            Some(("prefer", name)) if !name.is_empty() => Ok(Self::Prefer(name.to_owned())),
+            Some(("require", name)) if !name.is_empty() => Ok(Self::Require(name.to_owned())),
+            _ => Err(Error::invalid_argument(
+                "transport",
+                format_args!("{text:?}"),
+                "auto, prefer:NAME, require:NAME",
+            )),
+        }
+    }
+}
+
+impl TryFrom<String> for TransportChoice {
+    type Error = Error;
+
+    fn try_from(text: String) -> Result<Self> {
+        text.parse()
+    }
+}
+
+impl fmt::Display for TransportChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Prefer(name) => write!(f, "prefer:{name}"),
+            Self::Require(name) => write!(f, "require:{name}"),
+        }
+    }
+}
+
+impl From<TransportChoice> for String {
+    fn from(choice: TransportChoice) -> Self {
+        choice.to_string()
+    }
+}
+
+macro_rules! config {
+    ($($(#[$doc:meta])* $key:ident: $type:ty = $default:expr, $accepted:literal;)*) => {
+        /// The configuration of a connector. See the module's documentation.
+        #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+        #[serde(into = "Map<String, Value>", try_from = "Map<String, Value>")]
+        pub struct ConnectorConfig { $($(#[$doc])* pub $key: $type,)* }
+
+        impl Default for ConnectorConfig {
+            fn default() -> Self {
+                Self { $($key: $default,)* }
+            }
+        }
+
+        impl ConnectorConfig {
+            /// Every key.
+            pub const KEYS: &'static [&'static str] = &[$(stringify!($key)),*];
+
+            fn set(&mut self, key: &str, value: Value) -> Result<()> {
+                match key {
+                    $(stringify!($key) => {
+                        let shown = value.to_string();
+                        self.$key = serde_json::from_value(value)
+                            .map_err(|_| Error::invalid_config(key, shown, $accepted))?;
+                    })*
+                    _ => {
+                        let message = format!("the key {key:?} is unknown; accepted: {}", Self::KEYS.join(", "));
+                        return Err(Error::new(ErrorKind::InvalidConfig, message));
+                    }
+                }
+                Ok(())
+            }
+        }
+
+        impl From<ConnectorConfig> for Map<String, Value> {
+            fn from(config: ConnectorConfig) -> Self {
+                // Plain values all: none of them fails to serialise.
+                [$((stringify!($key).to_owned(), serde_json::to_value(config.$key).unwrap_or_default())),*]
+                    .into_iter()
+                    .collect()
+            }
+        }
+    };
+}
+
+config! {
+    /// What the connector does. Pipelines inject it; it need not be written.
+    role: Role = Role::Both, "sender, receiver, both";
+    /// The address to bind; `auto` binds all interfaces, and advertises a routable one.
+    host: String = "auto".to_owned(), "a host name or address, or auto";
+    /// The address that peers are told, where it differs from the one that is bound.
+    advertise_host: Option<String> = None, "a host name or address";
+    /// The control port; 0 lets the system choose.
+    zmq_port: u16 = crate::port::DEFAULT_BASE_PORT, "0 to 65535";
+    /// The producer's host, for a receiver that is not told otherwise; `auto` is not known yet.
+    sender_host: Option<String> = None, "a host name or address";
+    /// The producer's control port.
+    sender_zmq_port: Option<u16> = None, "1 to 65535";
+    /// The network protocol as the reference names it: rdma or tcp.
+    protocol: Option<String> = None, "rdma, tcp";
+    /// Which transport carries the bytes.
+    transport: TransportChoice = TransportChoice::Auto, "auto, prefer:NAME, require:NAME";
+    /// The network devices to use, separated by commas; all by default.
+    device_name: String = String::new(), "names separated by commas";
+    /// The memory pool, in bytes.
+    memory_pool_size: u64 = 1 << 30, "bytes, at least 4096";
+    /// Where the pool lies: cpu, cpu:N or cuda:N.
+    memory_pool_device: String = "cpu".to_owned(), "cpu, cpu:N, cuda, cuda:N";
+    /// How long an offer stays without being pulled, in seconds; 0 or less without end.
+    buffer_ttl_seconds: f64 = 300.0, "seconds";
+    /// How many consumers an offer is for unless its put says otherwise.
+    consumers: u32 = 1, "at least 1";
+    /// How long a put waits for room in the pool, in milliseconds.
+    put_wait_ms: u64 = 30_000, "milliseconds";
+    /// How long a get waits that is not told otherwise, in milliseconds.
+    get_wait_ms: u64 = 30_000, "milliseconds";
+    /// How much is compared at the far end: off, sampled or full.
+    checksum: Checksum = Checksum::Off, "off, sampled, full";
+    /// What both sides have to agree on, such as a hash of model and layout.
+    fingerprint: Option<String> = None, "any text";
+    /// After which silence a peer counts as gone, in milliseconds.
+    liveness_ms: u64 = 3000, "1 to 3600000 milliseconds";
+    /// How long making a control connection may take, in milliseconds.
+    connect_ms: u64 = 2000, "1 to 3600000 milliseconds";
+    /// Threads that carry out pulls.
+    workers: u32 = 4, "1 to 256";
+    /// The most offers.
+    max_offers: u32 = 65_536, "at least 1";
+    /// The most gets that wait at a producer.
+    max_parked: u32 = 4096, "at least 0";
+    /// The most gets of one consumer that wait.
+    max_parked_per_consumer: u32 = 1024, "at least 0";
+    /// The most control connections that a producer serves.
+    max_connections: u32 = 4096, "at least 1";
+    /// How many chunks of a stream may be under way.
+    stream_window: u32 = 16, "1 to 65536";
+}
+
+impl ConnectorConfig {
+    /// Checks what no type says.
+    ///
+    /// # Errors
+    /// `InvalidConfig`, naming the key, the value and what is accepted.
+    pub fn check(&self) -> Result<()> {
+        let hour = 3_600_000;
+        let ranges = [
+            ("memory_pool_size", self.memory_pool_size, 4096, u64::MAX),
+            ("consumers", self.consumers.into(), 1, u32::MAX.into()),
+            ("liveness_ms", self.liveness_ms, 1, hour),
+            ("connect_ms", self.connect_ms, 1, hour),
+            ("workers", self.workers.into(), 1, 256),
+            ("max_offers", self.max_offers.into(), 1, u32::MAX.into()),
+            ("max_connections", self.max_connections.into(), 1, u32::MAX.into()),
+            ("stream_window", self.stream_window.into(), 1, 65_536),
+        ];
+        for (key, value, least, most) in ranges {
+            if value < least || value > most {
+                return Err(Error::invalid_config(key, value, &format!("{least} to {most}")));
+            }
+        }
+        if !self.buffer_ttl_seconds.is_finite() {
+            return Err(Error::invalid_config("buffer_ttl_seconds", self.buffer_ttl_seconds, "seconds"));
+        }
+        if self.sender_zmq_port == Some(0) {
+            return Err(Error::invalid_config("sender_zmq_port", 0, "1 to 65535"));
+        }
+        match self.protocol.as_deref() {
+            None | Some("rdma" | "tcp") => Ok(()),
+            Some(other) => Err(Error::invalid_config("protocol", format_args!("{other:?}"), "rdma, tcp")),
+        }
+    }
+
+    /// How long an offer stays; `None` without end.
+    pub fn ttl(&self) -> Option<Duration> {
+        Duration::try_from_secs_f64(self.buffer_ttl_seconds).ok().filter(|ttl| !ttl.is_zero())
+    }
+
+    /// The producer's control address, where it is known.
+    pub fn sender_address(&self) -> Option<String> {
+        let host = self.sender_host.as_deref().filter(|host| !is_auto(host))?;
+        Some(join(host, self.sender_zmq_port?))
+    }
+
+    /// The control address to bind.
+    pub fn bind_address(&self) -> String {
+        join(if is_auto(&self.host) { "0.0.0.0" } else { &self.host }, self.zmq_port)
+    }
+
+    /// The limits of the control plane.
+    pub fn control_limits(&self) -> ControlLimits {
+        ControlLimits {
+            max_connections: self.max_connections as usize,
+            connect_timeout: Duration::from_millis(self.connect_ms),
+            liveness: Duration::from_millis(self.liveness_ms),
+            ..ControlLimits::default()
+        }
+    }
+
+    /// The limits of the table of offers.
+    pub fn offer_limits(&self) -> OfferLimits {
+        let liveness = Duration::from_millis(self.liveness_ms);
+        OfferLimits {
+            max_offers: self.max_offers as usize,
+            max_parked: self.max_parked as usize,
+            max_parked_per_consumer: self.max_parked_per_consumer as usize,
+            reservation: liveness,
+            lease: liveness,
+            ..OfferLimits::default()
+        }
+    }
+}
+
+impl TryFrom<Map<String, Value>> for ConnectorConfig {
+    type Error = Error;
+
+    fn try_from(map: Map<String, Value>) -> Result<Self> {
+        let mut config = Self::default();
+        for (key, value) in map {
+            config.set(&key, value)?;
+        }
+        config.check()?;
+        Ok(config)
+    }
+}
+
+/// Whether a host is one that stands for another, to be found out.
+pub(crate) fn is_auto(host: &str) -> bool {
+    matches!(host, "" | "auto" | "*" | "0.0.0.0" | "::" | "[::]")
+}
+
+fn join(host: &str, port: u16) -> String {
+    let bare = host.contains(':') && !host.starts_with('[');
+    if bare { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn read(value: Value) -> Result<ConnectorConfig> {
+        let Value::Object(map) = value else { panic!("not a map") };
+        ConnectorConfig::try_from(map)
+    }
+
+    #[test]
+    fn the_keys_of_the_reference_are_accepted_as_they_are() {
+        let config = read(json!({
+            "host": "10.0.0.1", "zmq_port": 0, "protocol": "tcp", "device_name": "mlx5_0,mlx5_1",
+            "memory_pool_size": 4_294_967_296_u64, "memory_pool_device": "cpu", "buffer_ttl_seconds": 60,
+            "role": "dual", "sender_host": "fe80::1", "sender_zmq_port": 50151,
+        }))
+        .unwrap();
+        assert_eq!((config.role, config.ttl()), (Role::Both, Some(Duration::from_secs(60))));
+        assert_eq!(config.bind_address(), "10.0.0.1:0");
+        assert_eq!(config.sender_address().unwrap(), "[fe80::1]:50151");
+    }
+
+    #[test]
+    fn an_unknown_key_is_refused_with_what_is_accepted() {
+        let error = read(json!({"memory_pool_sise": 1})).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidConfig);
+        for part in ["memory_pool_sise", "memory_pool_size", "stream_window"] {
+            assert!(error.message().contains(part), "{part} is missing in {error}");
+        }
+    }
+
+    #[test]
+    fn a_bad_value_is_named_with_its_key_and_what_is_accepted() {
+        for (value, parts) in [
+            (json!({"zmq_port": 70_000}), ["zmq_port is 70000", "0 to 65535"]),
+            (json!({"role": "middle"}), ["role is \"middle\"", "sender, receiver, both"]),
+            (json!({"transport": "require:"}), ["transport is \"require:\"", "prefer:NAME"]),
+            (json!({"workers": 0}), ["workers is 0", "1 to 256"]),
+            (json!({"protocol": "ib"}), ["protocol is \"ib\"", "rdma, tcp"]),
+            (json!({"liveness_ms": -1}), ["liveness_ms is -1", "milliseconds"]),
+            (json!({"sender_zmq_port": 0}), ["sender_zmq_port is 0", "1 to 65535"]),
+        ] {
+            let error = read(value).unwrap_err();
+            for part in parts {
+                assert!(error.message().contains(part), "{part} is missing in {error}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_defaults_survive_and_auto_is_not_an_address() {
+        let config = ConnectorConfig::default();
+        let json = serde_json::to_string(&config).unwrap();
+        assert_eq!(serde_json::from_str::<ConnectorConfig>(&json).unwrap(), config);
+        assert_eq!(config.bind_address(), "0.0.0.0:50051");
+        assert_eq!(config.sender_address(), None);
+        let auto =
+            read(json!({"sender_host": "auto", "sender_zmq_port": 1, "buffer_ttl_seconds": -1})).unwrap();
+        assert_eq!((auto.sender_address(), auto.ttl()), (None, None));
+        assert_eq!(
+            "prefer:shm".parse::<TransportChoice>().unwrap(),
+            TransportChoice::Prefer("shm".to_owned())
+        );
+    }
+}

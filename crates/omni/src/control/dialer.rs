@@ -1,0 +1,259 @@
+//! The dialling side: requests to any address, over connections that are kept for a while.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use posthorse_core::{Deadline, Error, ErrorKind, Result};
+use tokio::net::{TcpStream, lookup_host};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep_until, timeout_at};
+
+use super::link::{Link, Pulse};
+use super::zmtp::SocketType;
+use super::{ControlPlane, Stay, closed, until};
+
+/// Addresses with kept connections beyond which those without any in use are forgotten.
+const MAX_ADDRESSES: usize = 1024;
+
+/// Sends requests and waits for their replies. Clones share the kept connections.
+///
+/// A connection carries one exchange at a time, as REQ sockets do, since the foreign protocol has nothing by which
+/// replies could be told apart; exchanges with one address that overlap use a connection each.
+#[derive(Clone)]
+pub struct Dialer {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    plane: ControlPlane,
+    addresses: Mutex<HashMap<Arc<str>, Address>>,
+}
+
+struct Address {
+    permits: Arc<Semaphore>,
+    idle: Vec<(Link, Instant)>,
+}
+
+/// An exchange under way: a future of the reply's bytes. Dropping it gives the exchange and its connection up.
+#[derive(Debug)]
+#[must_use = "dropping an exchange gives it up"]
+pub struct Exchange {
+    task: Result<JoinHandle<Result<Vec<u8>>>, Option<Error>>,
+}
+
+impl Future for Exchange {
+    type Output = Result<Vec<u8>>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        match &mut self.task {
+            // The runtime ended under it.
+            Ok(task) => Poll::Ready(ready!(Pin::new(task).poll(context)).unwrap_or_else(|_| Err(closed()))),
+            Err(error) => Poll::Ready(Err(error.take().unwrap_or_else(closed))),
+        }
+    }
+}
+
+impl Drop for Exchange {
+    fn drop(&mut self) {
+        if let Ok(task) = &self.task {
+            task.abort();
+        }
+    }
+}
+
+impl Dialer {
+    pub(super) fn new(plane: ControlPlane) -> Self {
+        Self { shared: Arc::new(Shared { plane, addresses: Mutex::default() }) }
+    }
+
+    /// Sends `request` to `address` (`host:port`) and resolves to the reply's bytes, on whatever executor. It
+    /// begins at once, whether it is polled or not.
+    ///
+    /// # Errors
+    /// Of the exchange, each with the address as its peer: `PeerUnreachable` when no connection can be made, at
+    /// once where the system says so; `PeerGone` when the connection ends, or the peer is silent past the
+    /// liveness time; `DeadlineExceeded`; `Malformed`, `TooLarge` or `PeerRefused` when what answers is not such
+    /// a socket; `Closed`. After any of them the connection is not used again.
+    pub fn request(&self, address: &str, request: Vec<u8>, deadline: Deadline) -> Exchange {
+        Exchange { task: self.spawn(address, request, deadline, |reply| reply).map_err(Some) }
+    }
+
+    /// As [`Dialer::request`], and waits.
+    ///
+    /// # Errors
+    /// As [`Dialer::request`]; `Busy` on the control plane's own thread, which must not wait for itself.
+    pub fn request_blocking(&self, address: &str, request: Vec<u8>, deadline: Deadline) -> Result<Vec<u8>> {
+        if self.shared.plane.is_own_thread() {
+            return Err(Error::new(ErrorKind::Busy, "a blocking request on the thread omni-control"));
+        }
+        let (tx, rx) = mpsc::sync_channel(1);
+        // The task ends by the deadline; without one, when the peer is gone or the plane is closed.
+        self.spawn(address, request, deadline, move |reply| {
+            let _ = tx.send(reply);
+            Ok(Vec::new())
+        })?;
+        rx.recv().unwrap_or_else(|_| Err(closed()))
+    }
+
+    fn spawn(
+        &self,
+        address: &str,
+        request: Vec<u8>,
+        deadline: Deadline,
+        then: impl FnOnce(Result<Vec<u8>>) -> Result<Vec<u8>> + Send + 'static,
+    ) -> Result<JoinHandle<Result<Vec<u8>>>> {
+        let plane = &self.shared.plane;
+        let stay = plane.enter()?;
+        let address: Arc<str> = address.into();
+        let shared = Arc::clone(&self.shared);
+        Ok(plane.inner.handle.spawn(async move {
+            let exchanged = exchange(&shared, &address, &request, deadline, stay).await;
+            then(exchanged.map_err(|error| error.with_peer(&*address)))
+        }))
+    }
+}
+
+impl fmt::Debug for Dialer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let addresses = self.shared.addresses();
+        let idle: usize = addresses.values().map(|address| address.idle.len()).sum();
+        write!(f, "Dialer({} addresses, {idle} idle connections)", addresses.len())
+    }
+}
+
+async fn exchange(
+    shared: &Shared,
+    address: &Arc<str>,
+    request: &[u8],
+    deadline: Deadline,
+    mut stay: Stay,
+) -> Result<Vec<u8>> {
+    let limits = &shared.plane.inner.limits;
+    let work = async {
+        let (mut link, permit) = shared.link(address).await?;
+        link.send(request, limits.send_timeout).await?;
+        link.expect();
+        let mut due = Instant::now() + limits.liveness / 3;
+        let reply = loop {
+            tokio::select! {
+                reply = link.message() => break reply?,
+                () = sleep_until(due) => match link.check(limits.liveness)? {
+                    Pulse::Quiet(until) => due = until,
+                    Pulse::Gone => return Err(silent(limits.liveness)),
+                },
+            }
+        };
+        shared.keep(address, link);
+        drop(permit);
+        Ok(reply.to_vec())
+    };
+    let bounded = async {
+        match deadline.instant() {
+            None => work.await,
+            Some(at) => timeout_at(at.into(), work)
+                .await
+                .unwrap_or_else(|_| Err(Deadline::exceeded("the reply to a control request"))),
+        }
+    };
+    tokio::select! {
+        reply = bounded => reply,
+        () = until(&mut stay.stopped) => Err(closed()),
+    }
+}
+
+pub(super) fn silent(liveness: Duration) -> Error {
+    Error::new(
+        ErrorKind::PeerGone,
+        format!("the peer was silent for {} ms, and did not answer a ping", liveness.as_millis()),
+    )
+}
+
+impl Shared {
+    fn addresses(&self) -> MutexGuard<'_, HashMap<Arc<str>, Address>> {
+        // What a panicking holder left is a cache: still good.
+        self.addresses.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A connection to `address`: a kept one that is still good, or a new one.
+    async fn link(&self, address: &Arc<str>) -> Result<(Link, OwnedSemaphorePermit)> {
+        let permits = {
+            let mut addresses = self.addresses();
+            let most = self.plane.inner.limits.max_connections_per_address;
+            if addresses.len() >= MAX_ADDRESSES && !addresses.contains_key(address) {
+                addresses.retain(|_, known| known.permits.available_permits() < most);
+            }
+            let known = addresses
+                .entry(Arc::clone(address))
+                .or_insert_with(|| Address { permits: Arc::new(Semaphore::new(most)), idle: Vec::new() });
+            Arc::clone(&known.permits)
+        };
+        let permit = permits.acquire_owned().await.map_err(|_| closed())?;
+        while let Some(link) = self.kept(address) {
+            if link.is_fresh() {
+                return Ok((link, permit));
+            }
+        }
+        Ok((self.connect(address).await?, permit))
+    }
+
+    fn kept(&self, address: &Arc<str>) -> Option<Link> {
+        let timeout = self.plane.inner.limits.cache_timeout;
+        let mut addresses = self.addresses();
+        let idle = &mut addresses.get_mut(address)?.idle;
+        while let Some((link, since)) = idle.pop() {
+            if since.elapsed() < timeout {
+                return Some(link);
+            }
+        }
+        None
+    }
+
+    fn keep(&self, address: &Arc<str>, link: Link) {
+        let (now, timeout) = (Instant::now(), self.plane.inner.limits.cache_timeout);
+        let mut addresses = self.addresses();
+        // The oldest stand first. All addresses are looked through: those that are never asked again, too.
+        for known in addresses.values_mut() {
+            if known.idle.first().is_some_and(|(_, since)| now.duration_since(*since) >= timeout) {
+                known.idle.retain(|(_, since)| now.duration_since(*since) < timeout);
+            }
+        }
+        if let Some(known) = addresses.get_mut(address) {
+            known.idle.push((link, now));
+        }
+    }
+
+    async fn connect(&self, address: &str) -> Result<Link> {
+        let limits = &self.plane.inner.limits;
+        let end = Instant::now() + limits.connect_timeout;
+        let unreachable = |why: &dyn fmt::Display| {
+            Error::new(ErrorKind::PeerUnreachable, format!("connecting to {address}: {why}"))
+        };
+        let in_time = format!("nothing answered within {} ms", limits.connect_timeout.as_millis());
+        let connecting = async {
+            let found = lookup_host(address).await.map_err(|e| unreachable(&e))?;
+            let mut last = unreachable(&"the name has no address");
+            for candidate in found {
+                match TcpStream::connect(candidate).await {
+                    Ok(stream) => return Ok(stream),
+                    Err(error) => last = unreachable(&error),
+                }
+            }
+            Err(last)
+        };
+        let stream = timeout_at(end, connecting).await.unwrap_or_else(|_| Err(unreachable(&in_time)))?;
+        let left = end.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        Link::open(stream, SocketType::Req, limits.max_message_bytes, left).await.map_err(|error| {
+            match error.kind() {
+                // It took the connection, and is no such socket or is stopped.
+                ErrorKind::DeadlineExceeded => unreachable(&error.message()),
+                _ => error.context(format_args!("connecting to {address}")),
+            }
+        })
+    }
+}

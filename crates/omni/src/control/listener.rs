@@ -1,0 +1,297 @@
+//! The listening side: many peers, one service.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use posthorse_core::{Error, ErrorKind, Result};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{mpsc, watch};
+use tokio::task::{AbortHandle, JoinSet};
+use tokio::time::{Instant, sleep_until, timeout};
+
+use super::link::{Link, Pulse};
+use super::zmtp::SocketType;
+use super::{ControlLimits, ControlPlane, FLUSH, Stay, until};
+use crate::message::{Dialect, Reply, Request};
+
+/// What answers the peers of a listener.
+pub trait Service: Send + Sync + 'static {
+    /// Takes a request. Called on the control plane's thread: it must not wait for anything, and may keep the
+    /// responder and answer later from any thread.
+    fn handle(&self, peer: &Peer, request: Request, responder: Responder);
+
+    /// A connection has ended, for whatever reason. What it asked and did not get is not wanted any more.
+    fn disconnected(&self, peer: &Peer) {
+        let _ = peer;
+    }
+}
+
+/// A connection to a listener.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Peer {
+    /// Where it comes from.
+    pub address: SocketAddr,
+    /// Its number, unique within the listener's life and never used twice.
+    pub connection: u64,
+}
+
+impl fmt::Display for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}#{}", self.address, self.connection)
+    }
+}
+
+/// The right and duty to answer one request, once. Dropping it answers that the request was dropped.
+#[derive(Debug)]
+#[must_use = "dropping a responder answers with an error"]
+pub struct Responder {
+    dialect: Dialect,
+    replies: Option<mpsc::UnboundedSender<Vec<u8>>>,
+}
+
+impl Responder {
+    /// Answers, from any thread, without waiting. A peer that is gone by now does not notice.
+    pub fn reply(mut self, reply: &Reply) {
+        self.send(reply);
+    }
+
+    /// Refuses with this reason.
+    pub fn refuse(self, error: &Error) {
+        self.reply(&Reply::refused(error));
+    }
+
+    /// Whether the peer is gone, so that nobody would read the answer.
+    pub fn is_closed(&self) -> bool {
+        self.replies.as_ref().is_none_or(mpsc::UnboundedSender::is_closed)
+    }
+
+    /// Which replies the peer understands.
+    pub const fn dialect(&self) -> Dialect {
+        self.dialect
+    }
+
+    fn send(&mut self, reply: &Reply) {
+        let Some(replies) = self.replies.take() else { return };
+        let bytes = reply
+            .encode(self.dialect)
+            .or_else(|error| Reply::refused(&error).encode(self.dialect))
+            .unwrap_or_else(|_| Reply::plain_error().to_vec());
+        let _ = replies.send(bytes);
+    }
+}
+
+impl Drop for Responder {
+    fn drop(&mut self) {
+        if self.replies.is_some() {
+            self.send(&Reply::refused(&Error::new(ErrorKind::Internal, "the request was dropped")));
+        }
+    }
+}
+
+/// A bound address and its peers. Dropping it closes it.
+#[derive(Debug)]
+pub struct Listener {
+    address: SocketAddr,
+    stop: watch::Sender<bool>,
+}
+
+impl Listener {
+    /// The address that was bound, with the port that the system chose.
+    pub const fn local_address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Accepts no more and ends the connections; replies given before go out. Does not wait.
+    pub fn close(&self) {
+        self.stop.send_replace(true);
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+pub(super) fn bind(plane: &ControlPlane, address: &str, service: Arc<dyn Service>) -> Result<Listener> {
+    let failed = |e: std::io::Error| Error::os(&format!("binding the control address {address}"), &e);
+    let stay = plane.enter()?;
+    // Bound here and now, so that a failure is the caller's.
+    let socket = std::net::TcpListener::bind(address).map_err(|error| match error.kind() {
+        std::io::ErrorKind::AddrInUse => failed(error)
+            .with_advice("another process or connector listens there: choose another port, or 0 for any"),
+        _ => failed(error),
+    })?;
+    socket.set_nonblocking(true).map_err(failed)?;
+    let address = socket.local_addr().map_err(failed)?;
+    let (stop, stopped) = watch::channel(false);
+    let socket = {
+        let _inside = plane.inner.handle.enter();
+        TcpListener::from_std(socket).map_err(failed)?
+    };
+    let server = Server { limits: plane.inner.limits.clone(), service };
+    plane.inner.handle.spawn(accept(socket, Arc::new(server), stay, stopped));
+    Ok(Listener { address, stop })
+}
+
+struct Server {
+    limits: ControlLimits,
+    service: Arc<dyn Service>,
+}
+
+async fn accept(
+    socket: TcpListener,
+    server: Arc<Server>,
+    mut stay: Stay,
+    mut stopped: watch::Receiver<bool>,
+) {
+    let limits = &server.limits;
+    let (end, ended) = watch::channel(false);
+    let mut connections = JoinSet::new();
+    let mut handshakes: VecDeque<(AbortHandle, Arc<AtomicBool>)> = VecDeque::new();
+    let mut next = 0_u64;
+    loop {
+        let accepted = tokio::select! {
+            accepted = socket.accept() => accepted,
+            Some(_) = connections.join_next(), if !connections.is_empty() => continue,
+            () = until(&mut stay.stopped) => break,
+            () = until(&mut stopped) => break,
+        };
+        let (stream, address) = match accepted {
+            Ok(accepted) => accepted,
+            Err(error) => {
+                // Out of file descriptors, most likely: others have to end first.
+                tracing::warn!(%error, "accepting a control connection failed");
+                tokio::time::sleep(Duration::from_millis(20)).await;
+                continue;
+            }
+        };
+        handshakes.retain(|(task, ready)| !task.is_finished() && !ready.load(Ordering::Relaxed));
+        if handshakes.len() >= limits.max_handshakes
+            && let Some((oldest, _)) = handshakes.pop_front()
+        {
+            oldest.abort();
+        }
+        if connections.len() >= limits.max_connections {
+            tracing::warn!(%address, limit = limits.max_connections, "refusing a control connection");
+            continue;
+        }
+        let peer = Peer { address, connection: next };
+        next += 1;
+        let ready = Arc::new(AtomicBool::new(false));
+        let (server, ended) = (Arc::clone(&server), ended.clone());
+        let task = connections.spawn(connection(stream, peer, server, Arc::clone(&ready), ended));
+        handshakes.push_back((task, ready));
+    }
+    drop(socket);
+    end.send_replace(true);
+    let _ = timeout(FLUSH, async { while connections.join_next().await.is_some() {} }).await;
+}
+
+async fn connection(
+    stream: TcpStream,
+    peer: Peer,
+    server: Arc<Server>,
+    ready: Arc<AtomicBool>,
+    ended: watch::Receiver<bool>,
+) {
+    let limits = &server.limits;
+    let opened = Link::open(stream, SocketType::Router, limits.max_message_bytes, limits.connect_timeout);
+    let mut link = match opened.await {
+        Ok(link) => link,
+        Err(error) => return tracing::debug!(%peer, %error, "a control connection did not come about"),
+    };
+    ready.store(true, Ordering::Relaxed);
+    // Also when this task is aborted.
+    let _farewell = Farewell { peer, server: &server };
+    if let Err(error) = serve(&mut link, peer, &server, ended).await {
+        tracing::debug!(%peer, %error, "a control connection ended");
+    }
+}
+
+struct Farewell<'a> {
+    peer: Peer,
+    server: &'a Server,
+}
+
+impl Drop for Farewell<'_> {
+    fn drop(&mut self) {
+        self.server.service.disconnected(&self.peer);
+    }
+}
+
+async fn serve(link: &mut Link, peer: Peer, server: &Server, mut ended: watch::Receiver<bool>) -> Result<()> {
+    let limits = &server.limits;
+    // Bounded by the requests that are unanswered: each takes one place.
+    let (tx, mut rx) = mpsc::unbounded_channel::<Vec<u8>>();
+    let mut outstanding = 0_usize;
+    let mut due = Instant::now() + limits.liveness / 3;
+    loop {
+        tokio::select! {
+            reply = rx.recv() => {
+                let Some(reply) = reply else { return Ok(()) };
+                outstanding -= 1;
+                link.send(&reply, limits.send_timeout).await?;
+            }
+            payload = link.message() => {
+                let payload = payload?;
+                if outstanding == 0 {
+                    link.expect();
+                }
+                if let Some(refusal) = admit(&payload, peer, server, &tx, &mut outstanding) {
+                    link.send(&refusal, limits.send_timeout).await?;
+                }
+                due = due.min(Instant::now() + limits.liveness / 3);
+            }
+            () = sleep_until(due) => {
+                let idle_end = link.heard() + limits.idle_timeout;
+                due = if outstanding > 0 {
+                    match link.check(limits.liveness)? {
+                        Pulse::Quiet(until) => until,
+                        Pulse::Gone => return Err(super::dialer::silent(limits.liveness)),
+                    }
+                } else if Instant::now() >= idle_end {
+                    return Ok(());
+                } else {
+                    idle_end
+                };
+            }
+            () = until(&mut ended) => {
+                while let Ok(reply) = rx.try_recv() {
+                    link.send(&reply, FLUSH).await?;
+                }
+                return Ok(());
+            }
+        }
+    }
+}
+
+/// Hands a request to the service, or returns the refusal to be sent at once.
+fn admit(
+    payload: &[u8],
+    peer: Peer,
+    server: &Server,
+    replies: &mpsc::UnboundedSender<Vec<u8>>,
+    outstanding: &mut usize,
+) -> Option<Vec<u8>> {
+    let limit = server.limits.max_outstanding;
+    let (dialect, refusal) = match Request::decode(payload) {
+        Err(error) => (Request::dialect_of(payload), error),
+        Ok(request) if *outstanding >= limit => {
+            let message = format!("{limit} requests of this connection are unanswered; accepted: {limit}");
+            (request.dialect(), Error::new(ErrorKind::QueueFull, message))
+        }
+        Ok(request) => {
+            *outstanding += 1;
+            let responder = Responder { dialect: request.dialect(), replies: Some(replies.clone()) };
+            server.service.handle(&peer, request, responder);
+            return None;
+        }
+    };
+    tracing::debug!(%peer, %refusal, "refusing a control request");
+    Some(Reply::refused(&refusal).encode(dialect).unwrap_or_else(|_| Reply::plain_error().to_vec()))
+}

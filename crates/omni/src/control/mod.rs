@@ -1,0 +1,161 @@
+//! The control plane: small requests and replies between stages, over ZeroMQ's protocol.
+//!
+//! A [`Listener`] is what peers see as a ROUTER socket, a [`Dialer`] what they see as REQ sockets; the peer may be
+//! libzmq, pyzmq or Posthorse. The protocol is ZMTP 3.1 with the NULL mechanism, spoken by a small codec of our
+//! own, because every byte of it comes from the outside: announced lengths are checked before memory is taken,
+//! a handshake, a reply and a peer that does not read have their time, and one peer never holds up another.
+//!
+//! A peer that is waited for is asked by PING whether it is there, so that one which is stopped or cut off is
+//! noticed within the liveness time, and a long wait for one that is well goes on.
+
+mod dialer;
+mod limits;
+mod link;
+mod listener;
+mod zmtp;
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::mpsc as std_mpsc;
+use std::thread::{self, ThreadId};
+use std::time::{Duration, Instant};
+
+use posthorse_core::{Deadline, Error, ErrorKind, Result};
+use tokio::runtime::{Builder, Handle};
+use tokio::sync::{mpsc, watch};
+
+pub use dialer::{Dialer, Exchange};
+pub use limits::ControlLimits;
+pub use listener::{Listener, Peer, Responder, Service};
+
+/// How long connections may take to flush their last replies when the control plane closes.
+const FLUSH: Duration = Duration::from_millis(500);
+
+/// The thread `omni-control` and its runtime, on which listeners and dialers run. Clones share it.
+#[derive(Clone)]
+pub struct ControlPlane {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    limits: ControlLimits,
+    handle: Handle,
+    thread: ThreadId,
+    stop: watch::Sender<bool>,
+    /// Held by every task; the last one to let go ends the flush at closing.
+    alive: mpsc::WeakSender<()>,
+    ended: std::sync::Mutex<std_mpsc::Receiver<()>>,
+}
+
+impl ControlPlane {
+    /// Starts the thread.
+    ///
+    /// # Errors
+    /// `Io` when the system gives no thread or event queue, `InvalidConfig` for limits out of range.
+    pub fn start(limits: ControlLimits) -> Result<Self> {
+        limits.check()?;
+        let runtime = Builder::new_current_thread()
+            .enable_all()
+            // For names that have to be resolved: a resolver can hang for a while.
+            .max_blocking_threads(4)
+            .thread_name("omni-resolve")
+            .build()
+            .map_err(|e| Error::os("starting the control plane's runtime", &e))?;
+        let handle = runtime.handle().clone();
+        let (stop, mut stopped) = watch::channel(false);
+        let (alive, mut all_gone) = mpsc::channel::<()>(1);
+        let weak = alive.downgrade();
+        let (ended_tx, ended) = std_mpsc::sync_channel(1);
+        let thread = thread::Builder::new()
+            .name("omni-control".to_owned())
+            .spawn(move || {
+                runtime.block_on(async move {
+                    // An error means that every control plane was dropped: the same.
+                    let _ = stopped.wait_for(|stop| *stop).await;
+                    drop(alive);
+                    let _ = tokio::time::timeout(FLUSH, all_gone.recv()).await;
+                });
+                runtime.shutdown_background();
+                let _ = ended_tx.send(());
+            })
+            .map_err(|e| Error::os("starting the thread omni-control", &e))?;
+        let thread = thread.thread().id();
+        let ended = std::sync::Mutex::new(ended);
+        Ok(Self { inner: Arc::new(Inner { limits, handle, thread, stop, alive: weak, ended }) })
+    }
+
+    /// Binds `address` (`host:port`, port 0 for any) and serves it.
+    ///
+    /// # Errors
+    /// `Io` naming the address when it cannot be bound, in use or otherwise; `Closed`.
+    pub fn listen(&self, address: &str, service: Arc<dyn Service>) -> Result<Listener> {
+        listener::bind(self, address, service)
+    }
+
+    /// A dialer with its own cache of connections; clones of it share that.
+    pub fn dialer(&self) -> Dialer {
+        Dialer::new(self.clone())
+    }
+
+    /// Ends every listener, connection and exchange, and the thread. Replies given before go out, if their peers
+    /// read them at once. Idempotent; from the control plane's own thread it does not wait.
+    ///
+    /// # Errors
+    /// `DeadlineExceeded` when the thread has not ended yet; it will by itself.
+    pub fn close(&self, deadline: Deadline) -> Result<()> {
+        self.inner.stop.send_replace(true);
+        if self.is_own_thread() {
+            return Ok(());
+        }
+        // A poisoned lock means that another closer panicked while it waited: the receiver is as good as ever.
+        let ended = self.inner.ended.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let waited = match deadline.remaining(Instant::now()) {
+            None => ended.recv().map_err(|_| std_mpsc::RecvTimeoutError::Disconnected),
+            Some(remaining) => ended.recv_timeout(remaining),
+        };
+        match waited {
+            // Disconnected: an earlier close has seen the end.
+            Ok(()) | Err(std_mpsc::RecvTimeoutError::Disconnected) => Ok(()),
+            Err(std_mpsc::RecvTimeoutError::Timeout) => Err(Deadline::exceeded("the control plane to end")),
+        }
+    }
+
+    /// Whether the caller is on the control plane's own thread, which must never wait for itself.
+    fn is_own_thread(&self) -> bool {
+        thread::current().id() == self.inner.thread
+    }
+
+    /// What every task holds while it runs.
+    ///
+    /// # Errors
+    /// `Closed`.
+    fn enter(&self) -> Result<Stay> {
+        let stopped = self.inner.stop.subscribe();
+        match self.inner.alive.upgrade() {
+            Some(alive) if !*stopped.borrow() => Ok(Stay { _alive: alive, stopped }),
+            _ => Err(closed()),
+        }
+    }
+}
+
+impl fmt::Debug for ControlPlane {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ControlPlane({})", if *self.inner.stop.borrow() { "closed" } else { "open" })
+    }
+}
+
+/// A task's stay in the control plane.
+#[derive(Debug)]
+struct Stay {
+    _alive: mpsc::Sender<()>,
+    stopped: watch::Receiver<bool>,
+}
+
+/// Waits until this says stop, or nobody is left who could.
+async fn until(stopped: &mut watch::Receiver<bool>) {
+    let _ = stopped.wait_for(|stop| *stop).await;
+}
+
+fn closed() -> Error {
+    Error::new(ErrorKind::Closed, "the control plane is closed")
+}

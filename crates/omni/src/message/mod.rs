@@ -1,0 +1,87 @@
+//! The control messages of the connector.
+//!
+//! Query, pull and their replies are those of vLLM-Omni's MooncakeTransferEngineConnector, byte for byte:
+//! msgpack maps, the query behind an ASCII prefix. What Posthorse peers say beyond that lies under one more
+//! map key, `ph`, which foreign peers ignore; its absence is how a foreign peer is recognised. The requests
+//! that only Posthorse knows stand behind a prefix of their own, which a foreign sender answers
+//! `trans_error`.
+//!
+//! Decoding takes no more memory than a small multiple of the message, whose size the socket has capped,
+//! and refuses deep nesting; it never panics, whatever the bytes.
+
+mod reply;
+mod request;
+
+pub use reply::{Answer, Offered, PullReply, QueryReply, Refusal, Reply};
+pub use request::{
+    Cancel, Close, Dialect, Outcome, Pull, PullExtra, Query, QueryExtra, Renew, Request, StreamAbort,
+    StreamCredit, Want,
+};
+
+use posthorse_core::{Error, ErrorKind, Result};
+use serde::de::{DeserializeOwned, IgnoredAny};
+use serde::{Deserialize, Serialize};
+
+/// The largest control message that is written or read, in bytes.
+pub const MAX_MESSAGE_BYTES: usize = 1 << 20;
+
+/// How deep a message may nest: real ones need less than half of it.
+const MAX_DEPTH: usize = 32;
+
+fn encode_after(prefix: &[u8], message: &impl Serialize) -> Result<Vec<u8>> {
+    let mut bytes = prefix.to_vec();
+    rmp_serde::encode::write_named(&mut bytes, message)
+        .map_err(|e| Error::new(ErrorKind::Internal, format!("encoding a control message: {e}")))?;
+    if bytes.len() > MAX_MESSAGE_BYTES {
+        return Err(too_large(bytes.len()));
+    }
+    Ok(bytes)
+}
+
+fn decode<T: DeserializeOwned>(what: &str, bytes: &[u8]) -> Result<T> {
+    if bytes.len() > MAX_MESSAGE_BYTES {
+        return Err(too_large(bytes.len()));
+    }
+    from_msgpack(bytes, MAX_DEPTH).map_err(|why| Error::new(ErrorKind::Malformed, format!("a {what}: {why}")))
+}
+
+/// The value that is all of `bytes`, or what is wrong with it.
+pub(crate) fn from_msgpack<T: DeserializeOwned>(bytes: &[u8], max_depth: usize) -> Result<T, String> {
+    use rmp_serde::decode::Error::InvalidMarkerRead;
+    let mut decoder = rmp_serde::Deserializer::from_read_ref(bytes);
+    decoder.set_max_depth(max_depth);
+    let value = T::deserialize(&mut decoder).map_err(|e| printable(&e.to_string()))?;
+    match IgnoredAny::deserialize(&mut decoder) {
+        Err(InvalidMarkerRead(error)) if error.kind() == std::io::ErrorKind::UnexpectedEof => Ok(value),
+        _ => Err("bytes follow its end".to_owned()),
+    }
+}
+
+fn too_large(len: usize) -> Error {
+    Error::new(
+        ErrorKind::TooLarge,
+        format!("a control message of {len} bytes; accepted: {MAX_MESSAGE_BYTES} bytes"),
+    )
+}
+
+/// A peer's text, made fit for logs: at most 512 characters, none of them a control character.
+pub(crate) fn printable(text: &str) -> String {
+    const MOST: usize = 512;
+    let mut out: String =
+        text.chars().take(MOST).map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect();
+    if text.chars().nth(MOST).is_some() {
+        out.push('…');
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peers_text_is_bounded_and_printable() {
+        assert_eq!(printable("a\n\u{1b}[31mb"), "a\u{fffd}\u{fffd}[31mb");
+        assert_eq!(printable(&"x".repeat(5000)).chars().count(), 513);
+    }
+}
