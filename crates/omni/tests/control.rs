@@ -77,8 +77,13 @@ fn ask(plane: &ControlPlane, address: &str, key: &str) {
     assert_eq!(data_size, key.len() as u64);
 }
 
-const GREETING: &[u8] =
-    b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x01NULL\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0";
+const GREETING: &[u8] = &{
+    let mut greeting = [0; 64];
+    (greeting[0], greeting[8], greeting[9]) = (0xff, 1, 0x7f);
+    (greeting[10], greeting[11]) = (3, 1);
+    (greeting[12], greeting[13], greeting[14], greeting[15]) = (b'N', b'U', b'L', b'L');
+    greeting
+};
 
 /// A raw ZMTP peer of this socket type, its handshake done.
 fn raw(stream: &mut TcpStream, socket_type: &str) {

@@ -45,7 +45,7 @@ fn python(script: &str, arguments: &[&str]) -> Option<Child> {
     Some(child.unwrap())
 }
 
-const CONSUMER: &str = r#"
+const CONSUMER: &str = r##"
 import sys, zmq
 context = zmq.Context()
 golden = {}
@@ -84,9 +84,9 @@ for kind in (zmq.REQ, zmq.DEALER):
     socket.close()
 context.term()
 print("fine", flush=True)
-"#;
+"##;
 
-const PRODUCER: &str = r#"
+const PRODUCER: &str = r##"
 import sys, zmq
 context = zmq.Context()
 socket = context.socket(zmq.ROUTER)
@@ -113,7 +113,7 @@ while True:
         reply = golden["trans_error"]
     socket.send_multipart([identity, b"", reply])
 socket.close(0)
-"#;
+"##;
 
 fn golden() -> String {
     format!("{}/testdata/messages.txt", env!("CARGO_MANIFEST_DIR"))

@@ -5,6 +5,11 @@
 //! own, because every byte of it comes from the outside: announced lengths are checked before memory is taken,
 //! a handshake, a reply and a peer that does not read have their time, and one peer never holds up another.
 //!
+//! Why not the `zeromq` crate (0.7): it takes memory for whatever length a peer announces, which ends the process; it
+//! knows neither the time of a handshake nor heartbeats, and one peer that does not read holds up all. A guard in
+//! front of it would have to decode the same frames as the codec here, and needs a socket file that a killed process
+//! leaves behind.
+//!
 //! A peer that is waited for is asked by PING whether it is there, so that one which is stopped or cut off is
 //! noticed within the liveness time, and a long wait for one that is well goes on.
 
