@@ -114,7 +114,7 @@ impl Link {
             self.pinged = true;
             self.write_now(&zmtp::ping())?;
             // However late this check comes, the peer has two thirds of the time to answer.
-            self.heard = self.heard.max(now - liveness / 3);
+            self.heard = now.checked_sub(liveness / 3).unwrap_or(now).max(self.heard);
             return Ok(Pulse::Quiet(self.heard + liveness));
         }
         Ok(Pulse::Quiet(if self.pinged { end } else { ask }))
