@@ -59,6 +59,8 @@ pub(crate) struct Serve {
     sending: Option<Sending>,
     /// Whether the socket took no more when we last tried.
     full: bool,
+    /// Whether the turn ended although requests that have come could still be handled.
+    stalled: bool,
     heard: Instant,
     /// How long the peer may be silent.
     patience: Duration,
@@ -102,6 +104,7 @@ impl Serve {
             sent: 0,
             sending: None,
             full: false,
+            stalled: false,
             heard: Instant::now(),
             // It speaks as often as its own setting demands, which may be less often than ours would.
             patience: config.liveness().max(Duration::from_millis(call.liveness_ms.min(MAX_PATIENCE_MS))),
@@ -129,6 +132,7 @@ impl Serve {
         loop {
             let idle = self.parse(context, notified, config)?;
             turn += self.flush()?;
+            self.stalled = !idle;
             // After a short receipt the socket is most likely empty; if not, the reactor is told again.
             if turn >= TURN || (drained && idle && matches!(self.incoming, Incoming::Header)) {
                 return Ok(());
@@ -175,7 +179,8 @@ impl Serve {
     pub(crate) fn interest(&mut self) -> Option<EventFlags> {
         let mut interest = EventFlags::empty();
         interest.set(EventFlags::IN, !self.intake.is_full());
-        interest.set(EventFlags::OUT, self.is_blocked());
+        // The socket of a stalled one is writable, so it has its next turn at once.
+        interest.set(EventFlags::OUT, self.is_blocked() || self.stalled);
         let changed = interest != self.interest;
         self.interest = interest;
         changed.then_some(interest)

@@ -69,6 +69,21 @@ fn a_long_transfer_arrives_both_ways() {
 }
 
 #[test]
+fn many_long_reads_go_on_although_each_has_more_than_one_turn() {
+    // No ping comes to the rescue of a connection that is forgotten with requests in hand.
+    let patient = || TcpConfig { liveness_ms: 3_600_000, ..local() };
+    let (here, there) = (Node::with("here:1", patient(), hello()), Node::with("there:1", patient(), hello()));
+    let path = here.connect(&there.desc);
+    let len = 4 << 20;
+    let (target, back) = (Memory::patterned(len, 1), Memory::new(len));
+    let (_, token) = there.publish(target, Access::Read);
+    let slices: Vec<Slice> = (0..64).map(|_| read(back.part(0, len), target.address(), token)).collect();
+    here.submit_all(path, &slices);
+    assert!(here.events.completions(64).values().all(|done| done.result.is_ok()));
+    assert!(back.bytes() == target.bytes());
+}
+
+#[test]
 fn a_hundred_thousand_small_writes_complete_with_back_pressure() {
     const COUNT: usize = 100_000;
     const LEN: usize = 4096;
