@@ -24,8 +24,8 @@ pub use location::Location;
 pub use memory::{Access, DeviceView, HostView, Region, SharedFile, View};
 pub use segment::{Attributes, BufferDesc, GrantDesc, SegmentDesc};
 pub use transfer::{
-    Checksum, Level, LocalRange, Opcode, Priority, RemoteRange, TransferRequest, TransferState,
-    TransferStatus,
+    Checksum, Level, LocalRange, Opcode, Priority, RemoteRange, Route, TransferRequest, TransferState,
+    TransferStatus, TransportId,
 };
 pub use transport::{
     Capabilities, Completion, ControlChannel, FarEnd, Grant, Path, PathState, RegisteredRegion, RemoteKey,

@@ -126,6 +126,15 @@ impl CopyPool {
         self
     }
 
+    /// Copies all of `src` to all of `dst`.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when the two differ in length.
+    pub fn copy_slice(&self, src: &[u8], dst: &mut [u8]) -> Result<()> {
+        // SAFETY: both are borrowed for the call, one of them exclusively, so they are alive and apart.
+        unsafe { self.copy(HostView::of(src), HostView::of_mut(dst)) }
+    }
+
     /// Copies all of `src` to all of `dst`. Visible on return as with [`copy`](super::copy()).
     ///
     /// # Errors

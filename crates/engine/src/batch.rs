@@ -1,0 +1,256 @@
+//! Batches: what was submitted together, as a value that can be waited for and cannot be misused.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::task::{Context, Poll};
+
+use parking_lot::Mutex;
+use posthorse_core::{Checksum, Deadline, Error, Result, TransferRequest, TransferState, TransferStatus};
+
+use crate::engine::Inner;
+use crate::peer::Segment;
+use crate::plan::Plan;
+use crate::signal::Signal;
+use crate::submission::{Doom, Submission};
+
+/// What the batch and its submissions share.
+#[derive(Debug, Default)]
+pub(crate) struct BatchCore {
+    pub(crate) signal: Signal,
+    /// Submissions that have not ended.
+    live: AtomicUsize,
+    failure: OnceLock<Error>,
+    submissions: Mutex<Vec<Arc<Submission>>>,
+}
+
+impl BatchCore {
+    pub(crate) fn note_failure(&self, error: &Error) {
+        if self.failure.get().is_none() {
+            let _ = self.failure.set(error.clone());
+        }
+    }
+
+    pub(crate) fn submission_began(&self, submission: &Arc<Submission>) {
+        self.live.fetch_add(1, Ordering::AcqRel);
+        self.submissions.lock().push(Arc::clone(submission));
+    }
+
+    pub(crate) fn submission_ended(&self) {
+        self.live.fetch_sub(1, Ordering::AcqRel);
+        self.signal.ring();
+    }
+
+    fn is_ended(&self) -> bool {
+        self.live.load(Ordering::Acquire) == 0
+    }
+
+    fn outcome(&self) -> Result<()> {
+        self.failure.get().map_or(Ok(()), |error| Err(error.clone()))
+    }
+
+    fn snapshot(&self) -> Vec<Arc<Submission>> {
+        self.submissions.lock().clone()
+    }
+}
+
+/// How a submission is to be carried out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SubmitOptions {
+    /// When the transfers end at the latest: what is not done by then ends as timed out.
+    pub deadline: Deadline,
+    /// How much is compared at the far end before a transfer is called done.
+    pub checksum: Checksum,
+}
+
+impl Default for SubmitOptions {
+    /// No deadline, no checksum. A peer that vanishes still ends its transfers.
+    fn default() -> Self {
+        Self { deadline: Deadline::NEVER, checksum: Checksum::Off }
+    }
+}
+
+/// A task of a batch: one request, in the order of submission.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct TaskId(pub usize);
+
+/// A number of transfers that are waited for together.
+///
+/// More can be submitted at any time. Dropping a batch calls off what has not ended; the memory involved stays
+/// registered and alive until nothing touches it any more.
+#[derive(Debug)]
+pub struct Batch {
+    engine: Arc<Inner>,
+    core: Arc<BatchCore>,
+    /// The submissions and the number of their first task.
+    submitted: Vec<(usize, Arc<Submission>)>,
+    tasks: usize,
+}
+
+/// How far a batch has come.
+#[derive(Debug, Clone)]
+pub struct BatchStatus {
+    /// Completed when every task is; failed, timed out or canceled when every task has ended and one did so.
+    pub state: TransferState,
+    /// Bytes that have arrived.
+    pub bytes: u64,
+    /// How many tasks were submitted.
+    pub tasks: usize,
+    /// The first failure.
+    pub error: Option<Error>,
+}
+
+impl Batch {
+    pub(crate) fn new(engine: Arc<Inner>) -> Self {
+        Self { engine, core: Arc::default(), submitted: Vec::new(), tasks: 0 }
+    }
+
+    /// Submits requests, all of them or, with an error, none. The tasks are numbered in order, and the number of
+    /// the first is returned.
+    ///
+    /// # Errors
+    /// The first request that cannot be carried out, by its index: memory that is not registered, a range outside
+    /// of it, an unknown segment, a route that no transport serves; `QueueFull` when the engine's limit of
+    /// submissions in flight is reached.
+    pub fn submit(&mut self, requests: &[TransferRequest], options: SubmitOptions) -> Result<TaskId> {
+        let plan = Plan::new(&self.engine, requests)?;
+        self.post(&plan, options)
+    }
+
+    /// As [`Batch::submit`], followed by a message to a peer that is delivered when all the requests are done.
+    /// The message is a task of its own, after those of the requests; if one of them fails it is not sent.
+    ///
+    /// # Errors
+    /// As [`Batch::submit`].
+    pub fn submit_with_notice(
+        &mut self,
+        requests: &[TransferRequest],
+        peer: &Segment,
+        data: &[u8],
+        options: SubmitOptions,
+    ) -> Result<TaskId> {
+        let plan = Plan::new(&self.engine, requests)?;
+        let submission = self.engine.post(&self.core, plan.work(), options, Some((peer, data)))?;
+        Ok(self.note(submission))
+    }
+
+    /// Submits a plan's requests once more.
+    ///
+    /// # Errors
+    /// `NotRegistered` when a region of the plan is registered no more; `QueueFull` as [`Batch::submit`].
+    pub fn post(&mut self, plan: &Plan, options: SubmitOptions) -> Result<TaskId> {
+        let submission = self.engine.post(&self.core, plan.work(), options, None)?;
+        Ok(self.note(submission))
+    }
+
+    fn note(&mut self, submission: Arc<Submission>) -> TaskId {
+        let first = TaskId(self.tasks);
+        self.tasks += submission.task_count();
+        self.submitted.push((first.0, submission));
+        first
+    }
+
+    /// How many tasks were submitted.
+    pub const fn len(&self) -> usize {
+        self.tasks
+    }
+
+    /// Whether nothing was submitted.
+    pub const fn is_empty(&self) -> bool {
+        self.tasks == 0
+    }
+
+    /// Whether every task has ended.
+    pub fn is_done(&self) -> bool {
+        self.core.is_ended()
+    }
+
+    /// How far a task has come; `None` when there is no such task.
+    pub fn task(&self, task: TaskId) -> Option<TransferStatus> {
+        let index = self.submitted.partition_point(|(first, _)| *first <= task.0).checked_sub(1)?;
+        let (first, submission) = self.submitted.get(index)?;
+        submission.status(task.0 - first)
+    }
+
+    /// How far the batch has come.
+    pub fn status(&self) -> BatchStatus {
+        let ended = self.core.is_ended();
+        let error = self.core.failure.get().cloned();
+        let bytes = self.submitted.iter().map(|(_, submission)| submission.bytes_done()).sum();
+        let state = match &error {
+            _ if !ended && bytes == 0 => TransferState::Waiting,
+            _ if !ended => TransferState::Pending,
+            Some(error) => TransferState::of_error(error),
+            None => TransferState::Completed,
+        };
+        BatchStatus { state, bytes, tasks: self.tasks, error }
+    }
+
+    /// Waits until every task has ended.
+    ///
+    /// # Errors
+    /// The first failure of a task; `DeadlineExceeded` when `deadline` comes first: then the transfers go on, and
+    /// can be waited for again or cancelled.
+    pub fn wait(&self, deadline: Deadline) -> Result<()> {
+        if !self.core.signal.wait(self.engine.spin(), deadline, || self.core.is_ended()) {
+            return Err(Deadline::exceeded("a batch of transfers, which goes on"));
+        }
+        self.core.outcome()
+    }
+
+    /// Waits until the tasks of one group have ended, whatever the others do.
+    ///
+    /// # Errors
+    /// As [`Batch::wait`], for the tasks of the group.
+    pub fn wait_group(&self, group: u32, deadline: Deadline) -> Result<()> {
+        let submissions = self.core.snapshot();
+        let ended = || submissions.iter().all(|submission| submission.group_ended(group));
+        if !self.core.signal.wait(self.engine.spin(), deadline, ended) {
+            return Err(Deadline::exceeded("a group of transfers, which goes on"));
+        }
+        submissions.iter().find_map(|submission| submission.group_error(group)).map_or(Ok(()), Err)
+    }
+
+    /// A future of [`Batch::wait`] without a deadline; the submissions' own deadlines hold.
+    pub const fn done(&self) -> Done<'_> {
+        Done { batch: self }
+    }
+
+    /// Calls off what has not ended. What is under way already may still complete; wait for the batch to know.
+    pub fn cancel(&self) {
+        self.engine.doom(&self.core.snapshot(), Doom::Cancelled);
+    }
+}
+
+impl Drop for Batch {
+    fn drop(&mut self) {
+        if !self.core.is_ended() {
+            self.cancel();
+        }
+    }
+}
+
+/// See [`Batch::done`].
+#[derive(Debug)]
+pub struct Done<'a> {
+    batch: &'a Batch,
+}
+
+impl Future for Done<'_> {
+    type Output = Result<()>;
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let core = &self.batch.core;
+        core.signal.poll(context, || core.is_ended()).map(|()| core.outcome())
+    }
+}
+
+impl<'a> IntoFuture for &'a Batch {
+    type Output = Result<()>;
+    type IntoFuture = Done<'a>;
+
+    fn into_future(self) -> Self::IntoFuture {
+        self.done()
+    }
+}

@@ -1,0 +1,171 @@
+//! How an engine is put together.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use parking_lot::{Mutex, RwLock};
+use posthorse_core::{
+    ControlChannel, Error, ErrorKind, Features, Hello, Incarnation, Result, Route, Transport,
+};
+use posthorse_memory::CopyPool;
+use posthorse_segment::{Directory, HandshakeListener, Identity, P2pDirectory, Registry};
+use tokio::runtime::Runtime;
+
+use crate::config::EngineConfig;
+use crate::engine::{Inner, Owner, TransferEngine};
+use crate::fork::Birth;
+use crate::inbox::{ForeignInbox, Inbox};
+use crate::local::LocalTransport;
+use crate::slicing::SliceLength;
+use crate::ticker::{self, Ticker};
+
+/// Puts an engine together: [`TransferEngine::builder`].
+#[derive(Debug, Default)]
+pub struct EngineBuilder {
+    config: EngineConfig,
+    meeting: Option<Meeting>,
+    transports: Vec<Arc<dyn Transport>>,
+    bare: bool,
+}
+
+/// Where this engine and its peers find and ask each other.
+#[derive(Debug)]
+struct Meeting {
+    name: String,
+    directory: Arc<dyn Directory>,
+    control: Arc<dyn ControlChannel>,
+}
+
+impl EngineBuilder {
+    /// Sets the configuration.
+    #[must_use]
+    pub fn config(mut self, config: EngineConfig) -> Self {
+        self.config = config;
+        self
+    }
+
+    /// Uses a name, directory and control channel of the caller's in place of the peer-to-peer handshake, whose
+    /// names are `host:port`.
+    #[must_use]
+    pub fn directory(
+        mut self,
+        name: impl Into<String>,
+        directory: Arc<dyn Directory>,
+        control: Arc<dyn ControlChannel>,
+    ) -> Self {
+        self.meeting = Some(Meeting { name: name.into(), directory, control });
+        self
+    }
+
+    /// Installs a transport besides those that come with Posthorse.
+    #[must_use]
+    pub fn transport(mut self, transport: Arc<dyn Transport>) -> Self {
+        self.transports.push(transport);
+        self
+    }
+
+    /// Installs none of the transports that come with Posthorse, except for the engine's own segment.
+    #[must_use]
+    pub const fn bare(mut self) -> Self {
+        self.bare = true;
+        self
+    }
+
+    /// Starts the engine.
+    ///
+    /// # Errors
+    /// `InvalidConfig`; whatever keeps a transport or the handshake from starting, such as an address in use.
+    pub fn build(self) -> Result<TransferEngine> {
+        self.config.validate()?;
+        let birth = Birth::now();
+        let incarnation = Incarnation(random()?);
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .max_blocking_threads(64)
+            .thread_name("engine-control")
+            .enable_all()
+            .build()
+            .map_err(|error| Error::os("start the control runtime", &error))?;
+        let hello = Hello::new(Features::NONE, self.config.fingerprint.clone());
+        let inbox = Arc::new(Inbox::new(self.config.max_notifications));
+        let Meeting { name, directory, control } = match self.meeting {
+            Some(meeting) => meeting,
+            None => shake_hands(&self.config, &runtime, incarnation, &hello, &inbox)?,
+        };
+        let mut transports = if self.bare { Vec::new() } else { come_with(&self.config)? };
+        transports.extend(self.transports);
+        let inner = Arc::new(Inner {
+            name: name.into(),
+            incarnation,
+            hello,
+            birth,
+            closed: AtomicBool::new(false),
+            registry: Arc::new(Registry::new()),
+            region_attributes: RwLock::new(HashMap::new()),
+            transports: RwLock::default(),
+            default_route: RwLock::new(Route::Auto),
+            slice_length: RwLock::new(SliceLength { preferred: u64::MAX, max: u64::MAX }),
+            directory,
+            control_channel: control,
+            runtime: runtime.handle().clone(),
+            peers: crate::peers::Peers::default(),
+            paths: crate::path::Paths::default(),
+            table: crate::table::Table::default(),
+            again: Mutex::default(),
+            withheld: Mutex::default(),
+            inbox,
+            ticker: Arc::new(Ticker::default()),
+            config: self.config,
+        });
+        let owner =
+            Owner { inner: Arc::clone(&inner), runtime: Mutex::new(Some(runtime)), ticker: Mutex::default() };
+        // From here on a failure shuts down what was started: the owner is dropped.
+        let engine = TransferEngine { owner: Arc::new(owner) };
+        *engine.owner.ticker.lock() = Some(ticker::start(&inner)?);
+        let copier = Arc::new(CopyPool::new(CopyPool::default_helpers())?);
+        inner.install(Arc::new(LocalTransport::new(copier)))?;
+        for transport in transports {
+            inner.install(transport)?;
+        }
+        inner.publish()?;
+        Ok(engine)
+    }
+}
+
+/// Takes a handshake port and answers there; the name is its address.
+fn shake_hands(
+    config: &EngineConfig,
+    runtime: &Runtime,
+    incarnation: Incarnation,
+    hello: &Hello,
+    inbox: &Arc<Inbox>,
+) -> Result<Meeting> {
+    let listener = HandshakeListener::bind(config.handshake.clone())?;
+    let (host, port) = (config.advertised_host(), listener.port());
+    let name = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
+    let identity = Identity { name: name.clone(), incarnation, hello: hello.clone() };
+    let events = Arc::new(ForeignInbox(Arc::clone(inbox)));
+    let handshake = Arc::new(listener.start(runtime.handle(), identity, events)?);
+    let control = Arc::new(handshake.control());
+    Ok(Meeting { name, directory: Arc::new(P2pDirectory::new(handshake)), control })
+}
+
+/// The transports that come with Posthorse, as far as they are built in and not switched off.
+fn come_with(config: &EngineConfig) -> Result<Vec<Arc<dyn Transport>>> {
+    let mut transports: Vec<Arc<dyn Transport>> = Vec::new();
+    #[cfg(feature = "shm")]
+    if let Some(shm) = &config.shm {
+        transports.push(Arc::new(posthorse_shm::ShmTransport::new(shm.clone())?));
+    }
+    #[cfg(feature = "tcp")]
+    if let Some(tcp) = &config.tcp {
+        transports.push(Arc::new(posthorse_tcp::TcpTransport::new(tcp.clone())?));
+    }
+    let _ = config;
+    Ok(transports)
+}
+
+fn random() -> Result<u64> {
+    getrandom::u64().map_err(|error| Error::new(ErrorKind::Io, format!("draw a random number: {error}")))
+}

@@ -1,0 +1,217 @@
+//! How peers are opened and their transports connected.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use posthorse_core::{
+    Deadline, Error, ErrorKind, Incarnation, Result, Route, SegmentDesc, SegmentId, TransportId,
+};
+
+use crate::engine::Inner;
+use crate::path::{PathEntry, Run};
+use crate::peer::{Decision, Peer, Segment};
+
+impl Inner {
+    /// Opens a segment: finds its descriptor, and a first path to it.
+    pub(crate) fn open(
+        self: &Arc<Self>,
+        name: &str,
+        known: Option<Incarnation>,
+        deadline: Deadline,
+    ) -> Result<Segment> {
+        self.check_open()?;
+        if name == &*self.name {
+            return self.local_segment();
+        }
+        if let (Some(peer), Some(_)) = (self.peers.by_name(name), known)
+            && peer.incarnation == known
+            && peer.ended().is_none()
+        {
+            return self.reach(peer, deadline);
+        }
+        let desc = self.directory.lookup(name, deadline)?;
+        if let (Some(wanted), Some(found)) = (known, desc.incarnation)
+            && wanted != found
+        {
+            return Err(Error::new(
+                ErrorKind::PeerRestarted,
+                format!("the peer's life {wanted} is over; under its name lives {found} now"),
+            )
+            .with_peer(name));
+        }
+        let peer = self.adopt(desc)?;
+        self.reach(peer, deadline)
+    }
+
+    /// The peer of a descriptor: the one we know, if it is the same life of it, else a new one.
+    fn adopt(self: &Arc<Self>, desc: SegmentDesc) -> Result<Arc<Peer>> {
+        if let Some(theirs) = &desc.hello {
+            self.hello.agree(theirs).map_err(|error| error.with_peer(desc.name.as_str()))?;
+        }
+        let old = self.peers.by_name(&desc.name);
+        if let Some(old) = &old
+            && old.is_same_life(&desc)
+        {
+            old.update(desc);
+            return Ok(Arc::clone(old));
+        }
+        let transports = self.transports_in_order();
+        let name = desc.name.clone();
+        let peer = self.peers.insert(|id| Peer::new(id, desc, &transports));
+        if let Some(old) = old {
+            // Requests against the old life must not reach the new one, whose memory holds something else.
+            let error = Error::new(ErrorKind::PeerRestarted, "the peer restarted under its name");
+            self.end_peer(&old, error.with_peer(name));
+        }
+        Ok(peer)
+    }
+
+    /// Ends a life of a peer: what waits for it fails, and its paths are given up.
+    pub(crate) fn end_peer(self: &Arc<Self>, peer: &Arc<Peer>, error: Error) {
+        peer.end(error.clone());
+        for path in peer.take_paths() {
+            self.give_up(&path, &error);
+        }
+        for run in peer.take_waiting(|_| true) {
+            self.end_run(&run, &error);
+        }
+    }
+
+    /// Fences a path and forgets it.
+    fn give_up(self: &Arc<Self>, path: &Arc<PathEntry>, reason: &Error) {
+        let stranded = path.take_down(reason);
+        path.transport.disconnect(path.info.id);
+        self.paths.remove(path.index);
+        self.relaunch(stranded);
+    }
+
+    /// Waits until there is a path to the peer for requests without a route.
+    fn reach(self: &Arc<Self>, peer: Arc<Peer>, deadline: Deadline) -> Result<Segment> {
+        loop {
+            match peer.choose(self.default_route(), Duration::MAX) {
+                Decision::Use(_) => return Ok(Segment { peer }),
+                Decision::None => return Err(peer.no_path(self.default_route())),
+                Decision::Connect(transport) => {
+                    self.connect(&peer, transport);
+                    let settled = || !peer.is_connecting(transport);
+                    if !peer.signal.wait(Duration::ZERO, deadline, settled) {
+                        return Err(Deadline::exceeded("a path to the peer").with_peer(peer.name.as_str()));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Connects a transport to a peer, in the background. What waits for a path is sent when that is settled.
+    pub(crate) fn connect(self: &Arc<Self>, peer: &Arc<Peer>, transport: TransportId) {
+        match peer.begin_connecting(transport) {
+            Some(old) => {
+                let (engine, peer) = (Arc::clone(self), Arc::clone(peer));
+                self.control(move || engine.connect_now(&peer, transport, old));
+            }
+            // Somebody else is at it, or it was settled meanwhile: then what waits can go.
+            None if !peer.is_connecting(transport) => self.relaunch(peer.take_waiting(|_| true)),
+            None => {}
+        }
+    }
+
+    fn connect_now(self: &Arc<Self>, peer: &Arc<Peer>, id: TransportId, old: Vec<Arc<PathEntry>>) {
+        let reconnecting = !old.is_empty();
+        for path in old {
+            let reason = path.down_error();
+            self.give_up(&path, &reason);
+        }
+        let outcome = self.connect_transport(peer, id, reconnecting);
+        if let Err(error) = &outcome {
+            let peer_name = peer.name.as_str();
+            tracing::info!(peer = peer_name, transport = id.0, %error, "no path by this transport");
+        }
+        let restarted =
+            outcome.as_ref().err().filter(|error| error.kind() == ErrorKind::PeerRestarted).cloned();
+        peer.connected(id, outcome);
+        if let Some(error) = restarted {
+            self.end_peer(peer, error);
+        }
+        for run in peer.take_waiting(|_| true) {
+            self.launch(run);
+        }
+    }
+
+    fn connect_transport(
+        self: &Arc<Self>,
+        peer: &Arc<Peer>,
+        id: TransportId,
+        reconnecting: bool,
+    ) -> Result<Vec<Arc<PathEntry>>> {
+        let deadline = Deadline::after(self.config.connect_timeout());
+        let transport = self
+            .transport(id)
+            .ok_or_else(|| Error::new(ErrorKind::NoPath, "the transport was uninstalled"))?;
+        if reconnecting {
+            self.check_life(peer, deadline)?;
+        }
+        let started = Instant::now();
+        let paths = transport.connect(&peer.desc(), deadline)?;
+        tracing::debug!(
+            peer = peer.name.as_str(),
+            transport = transport.name(),
+            paths = paths.len(),
+            took_us = started.elapsed().as_micros() as u64,
+            "connected"
+        );
+        let entries = paths.into_iter().map(|info| {
+            let transport = Arc::clone(&transport);
+            self.paths.insert(|index| PathEntry::new(index, peer.id, id, transport, info))
+        });
+        Ok(entries.collect())
+    }
+
+    /// Makes sure, before a path is made again, that the peer is still the one we opened.
+    fn check_life(&self, peer: &Peer, deadline: Deadline) -> Result<()> {
+        let Some(known) = peer.incarnation else { return Ok(()) };
+        let now = self.directory.lookup(&peer.name, deadline)?;
+        if now.incarnation == Some(known) {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::PeerRestarted, "the peer restarted under its name")
+            .with_peer(peer.name.as_str()))
+    }
+
+    /// The engine's own segment, as a peer.
+    pub(crate) fn local_segment(self: &Arc<Self>) -> Result<Segment> {
+        let desc = self.descriptor();
+        let peer = match self.peers.by_id(SegmentId::LOCAL) {
+            Some(peer) => {
+                peer.update(desc);
+                peer
+            }
+            None => {
+                let transports = self.transports_in_order();
+                self.peers.insert_local(Peer::new(SegmentId::LOCAL, desc, &transports))
+            }
+        };
+        self.reach(peer, Deadline::after(self.config.connect_timeout()))
+    }
+
+    /// Ends the runs of submissions that are being called off, wherever they wait.
+    pub(crate) fn sweep(self: &Arc<Self>) {
+        let doomed = |run: &Run| run.submission.doomed().is_some();
+        let mut runs = Vec::new();
+        for path in self.paths.all() {
+            runs.extend(path.take_doomed());
+        }
+        for peer in self.peers.all() {
+            runs.extend(peer.take_waiting(doomed));
+        }
+        for run in runs {
+            if let Some(doom) = run.submission.doomed() {
+                self.end_run(&run, &doom.error());
+            }
+        }
+    }
+
+    /// The route of requests that leave it open.
+    pub(crate) fn default_route(&self) -> Route {
+        *self.default_route.read()
+    }
+}

@@ -1,0 +1,208 @@
+//! Sends pieces out: along the chosen path at once where there is room, else when there is.
+//!
+//! Nothing here holds a lock while it calls a transport.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use arrayvec::ArrayVec;
+use posthorse_core::{Error, ErrorKind, FarEnd, Level, Priority, RemoteKey, Route, Slice, SliceError};
+
+use crate::engine::Inner;
+use crate::path::{PathEntry, Run};
+use crate::peer::Decision;
+use crate::submission::Submission;
+
+/// Slices per call of a transport.
+const CHUNK: usize = 64;
+
+impl Inner {
+    /// Sends pieces of a submission, each run of one peer and route along the best path.
+    pub(crate) fn launch(self: &Arc<Self>, run: Run) {
+        let Run { submission, pieces } = run;
+        let work = &submission.work;
+        let mut start = pieces.start;
+        while start < pieces.end {
+            if start == submission.data_pieces() {
+                self.launch_notice(&submission);
+                return;
+            }
+            let request = |piece: u32| {
+                let request = work.pieces.get(piece as usize)?.request;
+                work.requests.get(request as usize)
+            };
+            let Some(first) = request(start) else { return };
+            let same = |piece: u32| {
+                request(piece).is_some_and(|other| {
+                    (other.peer, other.route, other.priority) == (first.peer, first.route, first.priority)
+                })
+            };
+            let end = (start + 1..pieces.end).find(|piece| !same(*piece)).unwrap_or(pieces.end);
+            let Some(peer) = work.peers.get(first.peer as usize) else { return };
+            let run = Run { submission: Arc::clone(&submission), pieces: start..end };
+            let route = self.route(first.route);
+            match peer.choose(route, self.config.retry_after()) {
+                Decision::Use(path) => self.offer(&path, first.priority, run),
+                Decision::Connect(transport) => {
+                    peer.wait_for_path(run);
+                    self.connect(peer, transport);
+                }
+                Decision::None => self.end_run(&run, &peer.no_path(route)),
+            }
+            start = end;
+        }
+    }
+
+    /// The route of a request, with the engine's own where the request leaves it open.
+    fn route(&self, route: Route) -> Route {
+        if route == Route::Auto { self.default_route() } else { route }
+    }
+
+    /// Sends a run along a path, or queues what finds no room.
+    fn offer(self: &Arc<Self>, path: &Arc<PathEntry>, priority: Priority, mut run: Run) {
+        while !run.pieces.is_empty() {
+            if path.has_queue() || !self.send(path, &mut run) {
+                path.queue(priority, run);
+                self.pump(path);
+                return;
+            }
+        }
+    }
+
+    /// Sends what waits for a path, as far as there is room. One thread does it at a time; whoever comes meanwhile
+    /// rings, and is heard.
+    pub(crate) fn pump(self: &Arc<Self>, path: &Arc<PathEntry>) {
+        path.rings.fetch_add(1, Ordering::AcqRel);
+        while path.has_queue() && !path.pumping.swap(true, Ordering::AcqRel) {
+            let heard = path.rings.load(Ordering::Acquire);
+            while let Some((priority, mut run)) = path.take(CHUNK as u32) {
+                if !self.send(path, &mut run) && !run.pieces.is_empty() {
+                    path.put_back(priority, run);
+                    break;
+                }
+            }
+            // A swap, to see the ring of whoever found us pumping.
+            path.pumping.swap(false, Ordering::AcqRel);
+            if path.rings.load(Ordering::Acquire) == heard {
+                return;
+            }
+        }
+    }
+
+    /// Offers the first pieces of a run to the transport, and takes off the run what it accepted or what has ended.
+    /// Says whether there may be room for more.
+    fn send(self: &Arc<Self>, path: &Arc<PathEntry>, run: &mut Run) -> bool {
+        let submission = Arc::clone(&run.submission);
+        if let Some(doom) = submission.doomed() {
+            let doomed = Run { submission, pieces: run.pieces.clone() };
+            run.pieces.start = run.pieces.end;
+            self.end_run(&doomed, &doom.error());
+            return true;
+        }
+        if !path.is_up() {
+            // It went down after it was chosen: choose again.
+            let moved = Run { submission, pieces: run.pieces.clone() };
+            run.pieces.start = run.pieces.end;
+            self.relaunch(vec![moved]);
+            return true;
+        }
+        let mut slices: ArrayVec<Slice, CHUNK> = ArrayVec::new();
+        let mut bytes = 0;
+        for piece in run.pieces.clone().take(CHUNK) {
+            match slice(&submission, piece) {
+                Some(slice) if !submission.is_lost(piece) => {
+                    submission.post(piece, path.index);
+                    bytes += slice.local.len();
+                    slices.push(slice);
+                }
+                _ if slices.is_empty() => {
+                    // Another piece of its request failed: this one need not go.
+                    run.pieces.start = piece + 1;
+                    self.end_piece(&submission, piece, Err(lost()));
+                    return true;
+                }
+                _ => break,
+            }
+        }
+        path.departed(bytes);
+        // SAFETY: the submission's pins keep every local region alive and registered until its last piece has
+        // ended, and a piece that was posted ends only after its completion. Whoever registered the memory
+        // answers for its use meanwhile (`Region`).
+        let accepted = unsafe { path.transport.submit(path.info.id, &slices) };
+        let accepted = match accepted {
+            Ok(accepted) => accepted.min(slices.len()),
+            Err(error) => {
+                self.path_down(path, &error);
+                let error = SliceError { error, far_end: FarEnd::Quiet };
+                slices
+                    .iter()
+                    .for_each(|slice| self.slice_ended(&submission, slice.token as u32, Err(&error)));
+                run.pieces.start += slices.len() as u32;
+                return true;
+            }
+        };
+        for slice in slices.get(accepted..).unwrap_or_default() {
+            path.arrived(slice.local.len());
+            submission.unpost(slice.token as u32);
+        }
+        run.pieces.start += accepted as u32;
+        accepted == slices.len()
+    }
+
+    /// Ends the pieces of a run that are not in flight.
+    pub(crate) fn end_run(self: &Arc<Self>, run: &Run, error: &Error) {
+        for piece in run.pieces.clone() {
+            self.end_piece(&run.submission, piece, Err(error.clone()));
+        }
+    }
+
+    /// Ends a piece that is not in flight, and whatever that brings about.
+    pub(crate) fn end_piece(
+        self: &Arc<Self>,
+        submission: &Arc<Submission>,
+        piece: u32,
+        outcome: Result<(), Error>,
+    ) {
+        let progress = submission.end(piece, outcome);
+        if progress.all_ended {
+            self.end_submission(submission);
+        } else if progress.notice_due {
+            let notice = submission.data_pieces();
+            self.relaunch(vec![Run { submission: Arc::clone(submission), pieces: notice..notice + 1 }]);
+        }
+        if progress.group_ended {
+            submission.batch.signal.ring();
+        }
+    }
+
+    /// Forgets a submission whose tasks have ended.
+    pub(crate) fn end_submission(&self, submission: &Arc<Submission>) {
+        self.table.remove(submission.key);
+        submission.release_pins();
+        submission.batch.submission_ended();
+    }
+}
+
+/// The slice of a piece.
+fn slice(submission: &Submission, piece: u32) -> Option<Slice> {
+    let cut = submission.work.pieces.get(piece as usize)?;
+    let request = submission.work.requests.get(cut.request as usize)?;
+    Some(Slice {
+        token: submission.token(piece),
+        opcode: request.opcode,
+        priority: request.priority,
+        checksum: submission.checksum,
+        level: Level::Visible,
+        local: request.local.slice(cut.offset, cut.len).ok()?,
+        local_region: request.local_region,
+        remote_address: request.remote_address.checked_add(cut.offset)?,
+        grant: request.token,
+        remote_key: RemoteKey::NONE,
+        ready: None,
+    })
+}
+
+/// The error of a piece that was not sent since another piece of its request failed. The task keeps the first error.
+fn lost() -> Error {
+    Error::new(ErrorKind::Flushed, "another slice of the request failed")
+}

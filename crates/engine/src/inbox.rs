@@ -1,0 +1,91 @@
+//! The notifications of peers, until somebody fetches them.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use posthorse_core::{Deadline, Error, ErrorKind, Result};
+use posthorse_segment::HandshakeEvents;
+
+use crate::signal::Signal;
+
+/// A message of a peer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Notification {
+    /// The peer's segment name, as its transport knows it.
+    pub peer: String,
+    /// The message.
+    pub data: Vec<u8>,
+}
+
+/// Takes the notifications that foreign engines send to the handshake port. Their name is their own word.
+#[derive(Debug)]
+pub(crate) struct ForeignInbox(pub(crate) Arc<Inbox>);
+
+impl HandshakeEvents for ForeignInbox {
+    fn notified(&self, peer: &str, message: &str) -> Result<()> {
+        self.0.deliver(peer, message.as_bytes())
+    }
+}
+
+/// A bounded queue: when it is full, the sender is told.
+#[derive(Debug)]
+pub(crate) struct Inbox {
+    limit: usize,
+    messages: Mutex<VecDeque<Notification>>,
+    signal: Signal,
+}
+
+impl Inbox {
+    pub(crate) fn new(limit: usize) -> Self {
+        Self { limit, messages: Mutex::default(), signal: Signal::default() }
+    }
+
+    pub(crate) fn deliver(&self, peer: &str, data: &[u8]) -> Result<()> {
+        let mut messages = self.messages.lock();
+        if messages.len() >= self.limit {
+            return Err(Error::new(
+                ErrorKind::QueueFull,
+                format!("{} notifications wait to be fetched, which is the limit", messages.len()),
+            ));
+        }
+        messages.push_back(Notification { peer: peer.to_owned(), data: data.to_vec() });
+        drop(messages);
+        self.signal.ring();
+        Ok(())
+    }
+
+    pub(crate) fn drain(&self) -> Vec<Notification> {
+        self.messages.lock().drain(..).collect()
+    }
+
+    pub(crate) fn next(&self, spin: Duration, deadline: Deadline) -> Result<Notification> {
+        loop {
+            if let Some(message) = self.messages.lock().pop_front() {
+                return Ok(message);
+            }
+            if !self.signal.wait(spin, deadline, || !self.messages.lock().is_empty()) {
+                return Err(Deadline::exceeded("a notification"));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_come_out_in_order_and_a_full_inbox_refuses() {
+        let inbox = Inbox::new(2);
+        inbox.deliver("a", b"1").unwrap();
+        inbox.deliver("b", b"2").unwrap();
+        assert_eq!(inbox.deliver("c", b"3").unwrap_err().kind(), ErrorKind::QueueFull);
+        assert_eq!(inbox.next(Duration::ZERO, Deadline::NEVER).unwrap().data, b"1");
+        inbox.deliver("c", b"3").unwrap();
+        assert_eq!(inbox.drain().iter().map(|message| message.data[0]).collect::<Vec<_>>(), b"23");
+        let late = inbox.next(Duration::ZERO, Deadline::after(Duration::from_millis(1))).unwrap_err();
+        assert_eq!(late.kind(), ErrorKind::DeadlineExceeded);
+    }
+}

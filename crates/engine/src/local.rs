@@ -1,0 +1,150 @@
+//! The engine's own segment: copies within the process.
+
+use std::sync::Arc;
+use std::sync::OnceLock;
+
+use parking_lot::Mutex;
+use posthorse_core::{
+    Access, Capabilities, Claim, Completion, Deadline, Error, ErrorKind, FarEnd, Level, Opcode, Path, PathId,
+    PathState, RegionId, RegisteredRegion, Result, SegmentDesc, Slice, SliceError, Transport,
+    TransportContext, View,
+};
+use posthorse_memory::CopyPool;
+use serde_json::Value;
+
+/// The path there is.
+const PATH: PathId = PathId(1);
+
+/// Moves bytes between regions of this engine, by the copy engine, before `submit` returns.
+#[derive(Debug)]
+pub(crate) struct LocalTransport {
+    context: OnceLock<TransportContext>,
+    copier: Arc<CopyPool>,
+    stopped: Mutex<bool>,
+}
+
+impl LocalTransport {
+    pub(crate) const NAME: &'static str = "local";
+
+    pub(crate) fn new(copier: Arc<CopyPool>) -> Self {
+        Self { context: OnceLock::new(), copier, stopped: Mutex::new(false) }
+    }
+
+    fn context(&self) -> Result<&TransportContext> {
+        self.context.get().ok_or_else(|| Error::new(ErrorKind::Closed, "the local transport was not started"))
+    }
+
+    /// # Safety
+    /// As [`Transport::submit`], for one slice.
+    unsafe fn carry(&self, context: &TransportContext, slice: &Slice) -> Result<()> {
+        let access = match slice.opcode {
+            Opcode::Read => Access::Read,
+            Opcode::Write => Access::Write,
+        };
+        let claim = Claim {
+            peer: &context.name,
+            token: slice.grant,
+            address: slice.remote_address,
+            len: slice.local.len(),
+            access,
+        };
+        let admission = context.gate.admit(&claim)?;
+        let (View::Host(ours), View::Host(theirs)) = (slice.local, admission.view()) else {
+            return Err(Error::new(ErrorKind::Unsupported, "the local transport copies host memory alone"));
+        };
+        let Some(_inside) = admission.enter() else {
+            return Err(Error::new(ErrorKind::AccessDenied, "the grant was revoked"));
+        };
+        let (from, to) = match slice.opcode {
+            Opcode::Read => (theirs, ours),
+            Opcode::Write => (ours, theirs),
+        };
+        // SAFETY: our side is alive by the caller's promise; the other is while we are inside its admission, and
+        // who granted it answers for its use meanwhile (`Region`).
+        unsafe { self.copier.copy(from, to) }
+    }
+}
+
+impl Transport for LocalTransport {
+    fn name(&self) -> &str {
+        Self::NAME
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            same_host_only: true,
+            device_memory: false,
+            grants: true,
+            notify: true,
+            // Both ends are the same memory bus: there is nothing on the way that could be compared.
+            checksum: true,
+            level: Level::Visible,
+            max_slice: u64::MAX,
+            preferred_slice: u64::MAX,
+        }
+    }
+
+    fn start(&self, context: TransportContext) -> Result<Value> {
+        let published = Value::from(context.incarnation.0);
+        self.context
+            .set(context)
+            .map_err(|_| Error::new(ErrorKind::Busy, "the local transport was started already"))?;
+        Ok(published)
+    }
+
+    fn stop(&self) {
+        *self.stopped.lock() = true;
+    }
+
+    fn register(&self, _region: &RegisteredRegion) -> Result<Value> {
+        Ok(Value::Null)
+    }
+
+    fn unregister(&self, _region: RegionId, _deadline: Deadline) -> Result<()> {
+        Ok(())
+    }
+
+    fn connect(&self, peer: &SegmentDesc, _deadline: Deadline) -> Result<Vec<Path>> {
+        let context = self.context()?;
+        if peer.incarnation != Some(context.incarnation) {
+            return Err(Error::new(ErrorKind::Unsupported, "the peer is another engine"));
+        }
+        Ok(vec![Path {
+            id: PATH,
+            local_device: "memory".to_owned(),
+            remote_device: "memory".to_owned(),
+            numa_node: None,
+            bandwidth: 0,
+            state: PathState::Up,
+        }])
+    }
+
+    fn disconnect(&self, _path: PathId) {}
+
+    unsafe fn submit(&self, _path: PathId, slices: &[Slice]) -> Result<usize> {
+        let context = self.context()?;
+        if *self.stopped.lock() {
+            return Err(Error::new(ErrorKind::Closed, "the local transport was stopped"));
+        }
+        for slice in slices {
+            // SAFETY: the caller's promise.
+            let outcome = unsafe { self.carry(context, slice) };
+            let result = outcome
+                .map(|()| Level::Visible)
+                .map_err(|error| SliceError { error, far_end: FarEnd::Quiet });
+            context.events.completed(&[Completion { token: slice.token, result }]);
+        }
+        Ok(slices.len())
+    }
+
+    fn notify(&self, _path: PathId, token: u64, data: &[u8]) -> Result<()> {
+        let context = self.context()?;
+        context.events.notified(&context.name, data)?;
+        context.events.completed(&[Completion { token, result: Ok(Level::Visible) }]);
+        Ok(())
+    }
+
+    fn cancel(&self, _path: PathId, _which: &mut dyn FnMut(u64) -> bool) {}
+
+    fn fence(&self, _path: PathId) {}
+}

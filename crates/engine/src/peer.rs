@@ -1,0 +1,331 @@
+//! Peers: what is known of them, how each transport reaches them, and what waits for a way to them.
+
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Mutex, RwLock};
+use posthorse_core::{
+    BufferDesc, Error, ErrorKind, GrantToken, Incarnation, Route, SegmentDesc, SegmentId, TransportId,
+};
+
+use crate::path::{PathEntry, Run};
+use crate::select::{Candidate, Choice, Reach, choose};
+use crate::signal::Signal;
+
+/// A peer's segment that was opened: one life of one engine.
+#[derive(Debug, Clone)]
+pub struct Segment {
+    pub(crate) peer: Arc<Peer>,
+}
+
+impl Segment {
+    /// Its number, for requests.
+    pub fn id(&self) -> SegmentId {
+        self.peer.id
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.peer.name
+    }
+
+    /// Which life of the peer this is; `None` for foreign engines, which do not say.
+    pub fn incarnation(&self) -> Option<Incarnation> {
+        self.peer.incarnation
+    }
+
+    /// What the peer published when it was last opened.
+    pub fn descriptor(&self) -> Arc<SegmentDesc> {
+        Arc::clone(&self.peer.published.read().desc)
+    }
+}
+
+/// One life of one peer.
+#[derive(Debug)]
+pub(crate) struct Peer {
+    pub(crate) id: SegmentId,
+    pub(crate) name: String,
+    pub(crate) incarnation: Option<Incarnation>,
+    published: RwLock<Published>,
+    reaches: Mutex<Vec<State>>,
+    waiting: Mutex<Vec<Run>>,
+    /// Why nothing can reach this life of the peer any more.
+    ended: OnceLock<Error>,
+    /// Rung when a state changes.
+    pub(crate) signal: Signal,
+}
+
+/// What the peer published, when it was last asked.
+#[derive(Debug)]
+struct Published {
+    desc: Arc<SegmentDesc>,
+    /// Indices into the descriptor's buffers, by address.
+    by_address: Vec<u32>,
+}
+
+impl Published {
+    fn new(desc: SegmentDesc) -> Self {
+        let mut by_address: Vec<u32> = (0..desc.buffers.len() as u32).collect();
+        by_address.sort_by_key(|index| desc.buffers[*index as usize].address);
+        Self { desc: Arc::new(desc), by_address }
+    }
+
+    /// The buffer that contains the whole range.
+    fn buffer_at(&self, address: u64, len: u64) -> Option<&BufferDesc> {
+        let buffers = &self.desc.buffers;
+        let behind = self.by_address.partition_point(|index| buffers[*index as usize].address <= address);
+        let index = *self.by_address.get(behind.checked_sub(1)?)?;
+        buffers.get(index as usize).filter(|buffer| buffer.contains(address, len))
+    }
+}
+
+/// How one transport reaches the peer.
+#[derive(Debug)]
+struct State {
+    transport: TransportId,
+    name: String,
+    how: How,
+}
+
+#[derive(Debug)]
+pub(crate) enum How {
+    /// The peer or we do not have the transport.
+    Absent,
+    /// It was not needed so far.
+    Untried,
+    Connecting,
+    Connected(Vec<Arc<PathEntry>>),
+    Failed {
+        error: Error,
+        at: Instant,
+    },
+}
+
+impl Peer {
+    /// A peer as its descriptor says; `transports` are those installed here, in order of preference.
+    pub(crate) fn new(id: SegmentId, desc: SegmentDesc, transports: &[(TransportId, String)]) -> Self {
+        let reaches = transports
+            .iter()
+            .map(|(transport, name)| State {
+                transport: *transport,
+                name: name.clone(),
+                how: if desc.transports.contains_key(name) { How::Untried } else { How::Absent },
+            })
+            .collect();
+        Self {
+            id,
+            name: desc.name.clone(),
+            incarnation: desc.incarnation,
+            published: RwLock::new(Published::new(desc)),
+            reaches: Mutex::new(reaches),
+            waiting: Mutex::default(),
+            ended: OnceLock::new(),
+            signal: Signal::default(),
+        }
+    }
+
+    /// What the peer published when it was last asked.
+    pub(crate) fn desc(&self) -> Arc<SegmentDesc> {
+        Arc::clone(&self.published.read().desc)
+    }
+
+    /// Whether a descriptor is of this life of the peer. Foreign engines do not say which life it is: the same as
+    /// long as they are reached in the same way.
+    pub(crate) fn is_same_life(&self, desc: &SegmentDesc) -> bool {
+        self.ended.get().is_none()
+            && self.incarnation == desc.incarnation
+            && (self.incarnation.is_some() || self.published.read().desc.transports == desc.transports)
+    }
+
+    /// Takes a newer descriptor of the same life.
+    pub(crate) fn update(&self, desc: SegmentDesc) {
+        if *self.published.read().desc != desc {
+            *self.published.write() = Published::new(desc);
+        }
+    }
+
+    /// The token for a range that the peer published.
+    pub(crate) fn published_token(&self, address: u64, len: u64) -> Result<Option<GrantToken>, Error> {
+        let published = self.published.read();
+        published.buffer_at(address, len).map(|buffer| buffer.token).ok_or_else(|| {
+            let buffers = published.desc.buffers.len();
+            Error::new(
+                ErrorKind::OutOfBounds,
+                format!(
+                    "{len} bytes at {address:#x} lie in none of the {buffers} buffers that the peer published"
+                ),
+            )
+            .with_peer(self.name.as_str())
+            .with_advice("ask the peer for a grant, or open the segment again if it registered memory since")
+        })
+    }
+
+    /// Notes that this life of the peer is over.
+    pub(crate) fn end(&self, error: Error) {
+        let _ = self.ended.set(error);
+        self.signal.ring();
+    }
+
+    pub(crate) fn ended(&self) -> Option<&Error> {
+        self.ended.get()
+    }
+
+    /// What to do with requests of this route.
+    pub(crate) fn choose(&self, route: Route, retry_after: Duration) -> Decision {
+        if self.ended.get().is_some() {
+            return Decision::None;
+        }
+        let reaches = self.reaches.lock();
+        let mut paths: Vec<&Arc<PathEntry>> = Vec::new();
+        let candidates: Vec<Candidate> = reaches
+            .iter()
+            .map(|state| Candidate {
+                transport: state.transport,
+                reach: match &state.how {
+                    How::Connected(entries) => {
+                        let mut up = Vec::new();
+                        for entry in entries.iter().filter(|entry| entry.is_up()) {
+                            up.push((paths.len(), entry.under_way()));
+                            paths.push(entry);
+                        }
+                        // Connected, and all went down since: worth a new connection.
+                        if up.is_empty() { Reach::Worth } else { Reach::Up(up) }
+                    }
+                    How::Untried | How::Connecting => Reach::Worth,
+                    How::Failed { at, .. } if at.elapsed() >= retry_after => Reach::Worth,
+                    How::Failed { .. } | How::Absent => Reach::Out,
+                },
+            })
+            .collect();
+        match choose(route, &candidates) {
+            Choice::Use(index) => {
+                paths.get(index).map_or(Decision::None, |path| Decision::Use(Arc::clone(path)))
+            }
+            Choice::Connect(transport) => Decision::Connect(transport),
+            Choice::None => Decision::None,
+        }
+    }
+
+    /// Begins to connect a transport, unless that is under way or done. The paths it had are returned, to be
+    /// given up.
+    pub(crate) fn begin_connecting(&self, transport: TransportId) -> Option<Vec<Arc<PathEntry>>> {
+        let mut reaches = self.reaches.lock();
+        let state = reaches.iter_mut().find(|state| state.transport == transport)?;
+        match &mut state.how {
+            How::Connecting | How::Absent => None,
+            How::Connected(entries) if entries.iter().any(|entry| entry.is_up()) => None,
+            How::Connected(entries) => {
+                let old = std::mem::take(entries);
+                state.how = How::Connecting;
+                Some(old)
+            }
+            How::Untried | How::Failed { .. } => {
+                state.how = How::Connecting;
+                Some(Vec::new())
+            }
+        }
+    }
+
+    /// Notes what became of connecting a transport.
+    pub(crate) fn connected(&self, transport: TransportId, outcome: Result<Vec<Arc<PathEntry>>, Error>) {
+        let mut reaches = self.reaches.lock();
+        if let Some(state) = reaches.iter_mut().find(|state| state.transport == transport) {
+            state.how = match outcome {
+                Ok(entries) if entries.iter().any(|entry| entry.is_up()) => How::Connected(entries),
+                Ok(entries) => {
+                    let reason = entries.iter().find_map(|entry| entry.reason());
+                    let error = reason.unwrap_or_else(|| Error::new(ErrorKind::NoPath, "no path was found"));
+                    How::Failed { error, at: Instant::now() }
+                }
+                Err(error) => How::Failed { error, at: Instant::now() },
+            };
+        }
+        drop(reaches);
+        self.signal.ring();
+    }
+
+    /// Whether a transport is being connected.
+    pub(crate) fn is_connecting(&self, transport: TransportId) -> bool {
+        let reaches = self.reaches.lock();
+        reaches.iter().any(|state| state.transport == transport && matches!(state.how, How::Connecting))
+    }
+
+    /// Has a run wait until a transport was tried.
+    pub(crate) fn wait_for_path(&self, run: Run) {
+        self.waiting.lock().push(run);
+    }
+
+    /// What waits for a path.
+    pub(crate) fn take_waiting(&self, which: impl Fn(&Run) -> bool) -> Vec<Run> {
+        let mut waiting = self.waiting.lock();
+        let (taken, left) = std::mem::take(&mut *waiting).into_iter().partition(which);
+        *waiting = left;
+        taken
+    }
+
+    /// All paths, for closing.
+    pub(crate) fn take_paths(&self) -> Vec<Arc<PathEntry>> {
+        let mut reaches = self.reaches.lock();
+        let mut paths = Vec::new();
+        for state in reaches.iter_mut() {
+            if let How::Connected(entries) = &mut state.how {
+                paths.append(entries);
+                state.how = How::Untried;
+            }
+        }
+        paths
+    }
+
+    /// Looks at each transport's name and state, in order of preference.
+    pub(crate) fn for_each_reach(&self, mut look: impl FnMut(&str, &How)) {
+        for state in self.reaches.lock().iter() {
+            look(&state.name, &state.how);
+        }
+    }
+
+    /// The error of a request that no transport can carry.
+    pub(crate) fn no_path(&self, route: Route) -> Error {
+        if let Some(error) = self.ended.get() {
+            return error.clone();
+        }
+        let mut reasons = Vec::new();
+        let mut worst: Option<Error> = None;
+        for state in self.reaches.lock().iter() {
+            if matches!(route, Route::Require(required) if required != state.transport) {
+                continue;
+            }
+            match &state.how {
+                How::Absent if matches!(route, Route::Require(_)) => {
+                    reasons.push(format!("{}: the peer does not offer it", state.name));
+                }
+                How::Failed { error, .. } => {
+                    reasons.push(format!("{}: {}", state.name, error.message()));
+                    worst = Some(error.clone());
+                }
+                How::Connected(entries) => {
+                    let down = entries.iter().find_map(|entry| entry.reason());
+                    worst = worst.or(down);
+                }
+                _ => {}
+            }
+        }
+        // A single transport's reason is the reason; several are told together.
+        match worst {
+            Some(error) if reasons.len() <= 1 => error.with_peer(self.name.as_str()),
+            _ => {
+                let reasons =
+                    if reasons.is_empty() { "no common transport".to_owned() } else { reasons.join("; ") };
+                Error::new(ErrorKind::NoPath, format!("no way to the peer: {reasons}"))
+                    .with_peer(self.name.as_str())
+            }
+        }
+    }
+}
+
+/// What to do with a run of requests.
+#[derive(Debug)]
+pub(crate) enum Decision {
+    Use(Arc<PathEntry>),
+    Connect(TransportId),
+    None,
+}

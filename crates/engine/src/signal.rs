@@ -1,0 +1,155 @@
+//! Waiting for something that other threads bring about, by a thread or a task.
+
+use std::fmt;
+use std::sync::atomic::{AtomicUsize, Ordering, fence};
+use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+use posthorse_core::Deadline;
+
+/// A condition's bell: whoever changes the condition rings it, whoever waits looks again.
+///
+/// Ringing costs a fence and a load while nobody waits.
+#[derive(Default)]
+pub(crate) struct Signal {
+    /// Threads that are parked or about to be, and registered wakers.
+    waiting: AtomicUsize,
+    wakers: Mutex<Vec<Waker>>,
+    parked: Condvar,
+}
+
+impl Signal {
+    /// Says that the condition may have changed. The change must have happened before the call.
+    pub(crate) fn ring(&self) {
+        // Orders the caller's change before the load; pairs with the SeqCst increment in `wait` and `poll`:
+        // either we see the waiter, or the waiter sees the change.
+        fence(Ordering::SeqCst);
+        if self.waiting.load(Ordering::SeqCst) == 0 {
+            return;
+        }
+        let wakers = {
+            let mut wakers = self.wakers.lock();
+            self.waiting.fetch_sub(wakers.len(), Ordering::SeqCst);
+            std::mem::take(&mut *wakers)
+        };
+        self.parked.notify_all();
+        wakers.into_iter().for_each(Waker::wake);
+    }
+
+    /// Waits until `done`: spins for `spin`, then parks. Says whether it was done by the deadline.
+    pub(crate) fn wait(&self, spin: Duration, deadline: Deadline, done: impl Fn() -> bool) -> bool {
+        if done() {
+            return true;
+        }
+        if !spin.is_zero() {
+            let until = Instant::now() + spin;
+            loop {
+                for _ in 0..32 {
+                    std::hint::spin_loop();
+                    if done() {
+                        return true;
+                    }
+                }
+                let now = Instant::now();
+                if now >= until || deadline.is_past(now) {
+                    break;
+                }
+            }
+        }
+        self.waiting.fetch_add(1, Ordering::SeqCst);
+        let mut lock = self.wakers.lock();
+        let outcome = loop {
+            if done() {
+                break true;
+            }
+            match deadline.instant() {
+                None => self.parked.wait(&mut lock),
+                Some(at) if self.parked.wait_until(&mut lock, at).timed_out() => break done(),
+                Some(_) => {}
+            }
+        };
+        drop(lock);
+        self.waiting.fetch_sub(1, Ordering::SeqCst);
+        outcome
+    }
+
+    /// Ready when `done`; else the task is woken when the bell rings next.
+    pub(crate) fn poll(&self, context: &mut Context<'_>, done: impl Fn() -> bool) -> Poll<()> {
+        if done() {
+            return Poll::Ready(());
+        }
+        let mut wakers = self.wakers.lock();
+        if !wakers.iter().any(|waker| waker.will_wake(context.waker())) {
+            wakers.push(context.waker().clone());
+            self.waiting.fetch_add(1, Ordering::SeqCst);
+        }
+        drop(wakers);
+        // A change between the first look and the registration may have found nobody to wake.
+        if done() { Poll::Ready(()) } else { Poll::Pending }
+    }
+}
+
+impl fmt::Debug for Signal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Signal({} waiting)", self.waiting.load(Ordering::Relaxed))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicBool;
+    use std::thread;
+
+    use super::*;
+
+    #[test]
+    fn a_wait_ends_at_its_deadline_when_nothing_happens() {
+        let signal = Signal::default();
+        let start = Instant::now();
+        assert!(!signal.wait(Duration::ZERO, Deadline::after(Duration::from_millis(20)), || false));
+        assert!(start.elapsed() >= Duration::from_millis(20));
+        assert!(signal.wait(Duration::ZERO, Deadline::at(start), || true), "done wins against past");
+    }
+
+    #[test]
+    fn no_ring_is_missed() {
+        for spin in [Duration::ZERO, Duration::from_micros(5)] {
+            for _ in 0..500 {
+                let shared = Arc::new((Signal::default(), AtomicBool::new(false)));
+                let waiter = thread::spawn({
+                    let shared = Arc::clone(&shared);
+                    move || shared.0.wait(spin, Deadline::NEVER, || shared.1.load(Ordering::Acquire))
+                });
+                shared.1.store(true, Ordering::Release);
+                shared.0.ring();
+                assert!(waiter.join().unwrap());
+            }
+        }
+    }
+
+    #[test]
+    fn a_task_is_woken_once_by_the_next_ring() {
+        use std::sync::atomic::AtomicUsize;
+        use std::task::Wake;
+
+        struct Count(AtomicUsize);
+        impl Wake for Count {
+            fn wake(self: Arc<Self>) {
+                self.0.fetch_add(1, Ordering::SeqCst);
+            }
+        }
+
+        let (signal, count) = (Signal::default(), Arc::new(Count(AtomicUsize::new(0))));
+        let waker = Waker::from(Arc::clone(&count));
+        let mut context = Context::from_waker(&waker);
+        assert!(signal.poll(&mut context, || false).is_pending());
+        assert!(signal.poll(&mut context, || false).is_pending(), "registered only once");
+        signal.ring();
+        signal.ring();
+        assert_eq!(count.0.load(Ordering::SeqCst), 1);
+        assert!(signal.poll(&mut context, || true).is_ready());
+        assert_eq!(signal.waiting.load(Ordering::SeqCst), 0);
+    }
+}

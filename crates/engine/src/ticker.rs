@@ -1,0 +1,117 @@
+//! The engine's slow clock: deadlines of submissions nobody waits for, fences that are due, memory held back.
+//!
+//! It ticks only while there is something to look after.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, Weak};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+use posthorse_core::{Error, Result};
+
+use crate::engine::Inner;
+use crate::submission::Doom;
+
+const TICK: Duration = Duration::from_millis(20);
+/// Ticks without work before the thread parks: waking it costs more than some idle ticks.
+const LINGER: u32 = 50;
+
+/// Wakes the ticking thread.
+#[derive(Debug, Default)]
+pub(crate) struct Ticker {
+    state: Mutex<State>,
+    wake: Condvar,
+}
+
+#[derive(Debug, Default, PartialEq, Eq, Clone, Copy)]
+enum State {
+    #[default]
+    Idle,
+    Armed,
+    Stopped,
+}
+
+impl Ticker {
+    /// Something has to be looked after from now on.
+    pub(crate) fn arm(&self) {
+        let mut state = self.state.lock();
+        if *state == State::Idle {
+            *state = State::Armed;
+            self.wake.notify_one();
+        }
+    }
+
+    pub(crate) fn stop(&self) {
+        *self.state.lock() = State::Stopped;
+        self.wake.notify_one();
+    }
+
+    /// Waits for the next tick, or while there is nothing to do. Says whether to go on.
+    fn next(&self, idle: bool) -> bool {
+        let mut state = self.state.lock();
+        if idle {
+            if *state == State::Armed {
+                *state = State::Idle;
+            }
+            self.wake.wait_while(&mut state, |state| *state == State::Idle);
+        } else {
+            let until = Instant::now() + TICK;
+            self.wake.wait_while_until(&mut state, |state| *state != State::Stopped, until);
+        }
+        *state != State::Stopped
+    }
+}
+
+/// Starts the ticking thread, which ends with the engine.
+pub(crate) fn start(engine: &Arc<Inner>) -> Result<thread::JoinHandle<()>> {
+    let (ticker, engine) = (Arc::clone(&engine.ticker), Arc::downgrade(engine));
+    thread::Builder::new()
+        .name("engine-ticker".to_owned())
+        .spawn(move || run(&ticker, &engine))
+        .map_err(|error| Error::os("start the thread engine-ticker", &error))
+}
+
+fn run(ticker: &Ticker, engine: &Weak<Inner>) {
+    let mut doomed_since = HashMap::new();
+    let mut idle_ticks = 0;
+    while ticker.next(idle_ticks > LINGER) {
+        let Some(engine) = engine.upgrade() else { return };
+        let busy = engine.tick(Instant::now(), &mut doomed_since);
+        idle_ticks = if busy { 0 } else { idle_ticks + 1 };
+    }
+}
+
+impl Inner {
+    /// Looks after everything once. Says whether there is more to look after.
+    fn tick(self: &Arc<Self>, now: Instant, doomed_since: &mut HashMap<u32, Instant>) -> bool {
+        let live = self.table.live();
+        let expired: Vec<_> = live
+            .iter()
+            .filter(|submission| submission.doomed().is_none() && submission.deadline.is_past(now))
+            .map(Arc::clone)
+            .collect();
+        if !expired.is_empty() {
+            self.doom(&expired, Doom::Expired);
+        }
+        let keys: HashSet<u32> = live.iter().map(|submission| submission.key).collect();
+        doomed_since.retain(|key, _| keys.contains(key));
+        for submission in live.iter().filter(|submission| submission.doomed().is_some()) {
+            let since = *doomed_since.entry(submission.key).or_insert(now);
+            if now.duration_since(since) < self.config.cancel_grace() {
+                continue;
+            }
+            // What is still under way cannot be called back one by one: the path is fenced, and what else went
+            // along it is sent again.
+            for path in submission.paths_in_flight().into_iter().filter_map(|index| self.paths.get(index)) {
+                tracing::info!(path = %path.info.remote_device, "fencing a path for transfers that were called off");
+                path.transport.fence(path.info.id);
+            }
+            doomed_since.insert(submission.key, now);
+        }
+        let watched = live
+            .iter()
+            .any(|submission| submission.deadline.instant().is_some() || submission.doomed().is_some());
+        self.retry_withheld() > 0 || watched
+    }
+}
