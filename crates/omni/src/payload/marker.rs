@@ -175,7 +175,7 @@ mod tests {
     struct Step {
         t: Tensor,
         meta: BTreeMap<String, (u32, bool)>,
-        later: Option<Box<Step>>,
+        later: Option<Box<Self>>,
     }
 
     fn tensor() -> Tensor {
@@ -231,7 +231,7 @@ mod tests {
         #[derive(Debug, Deserialize)]
         struct Deep {
             #[expect(dead_code, reason = "only its depth matters")]
-            next: Option<Box<Deep>>,
+            next: Option<Box<Self>>,
         }
         let mut deep = b"\x81\xa4next".repeat(1000);
         deep.push(0xc0);
