@@ -128,13 +128,14 @@ impl<'a> Side<'a> {
     }
 
     pub(super) fn revoke(&self, token: GrantToken) -> Result<()> {
-        self.registry.revoke(token, self.deadline())?;
-        self.transport.revoke(token, self.deadline())
+        // The transport first: the registry forgets what it has revoked, and may use the number again.
+        self.transport.revoke(token, self.deadline())?;
+        self.registry.revoke(token, self.deadline())
     }
 
     pub(super) fn unregister(&self, region: RegionId) -> Result<()> {
-        self.registry.unregister(region, self.deadline())?;
         self.transport.unregister(region, self.deadline())?;
+        self.registry.unregister(region, self.deadline())?;
         self.buffers.lock().unwrap_or_else(PoisonError::into_inner).remove(&region);
         Ok(())
     }

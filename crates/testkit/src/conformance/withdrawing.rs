@@ -148,8 +148,8 @@ pub(super) fn a_lease_holds_its_grant(subject: &Subject) {
     assert_eq!(pattern::check(3, &crate::memory::read(&*lease, 0, LEN)), None);
     // The owner cannot have it back while it is looked at.
     let soon = Deadline::after(Duration::from_millis(20));
-    let revoked = pair.right.registry.revoke(grant.token, soon);
-    let revoked = revoked.and_then(|()| pair.right.transport.revoke(grant.token, soon));
+    let revoked = pair.right.transport.revoke(grant.token, soon);
+    let revoked = revoked.and_then(|()| pair.right.registry.revoke(grant.token, soon));
     assert_eq!(revoked.expect_err("a lease is held").kind(), ErrorKind::DeadlineExceeded);
     let denied = pair.left.transport.lease(pair.path, &grant).expect_err("a grant that has ended");
     assert_eq!(denied.kind(), ErrorKind::AccessDenied);

@@ -82,6 +82,7 @@ pub(crate) struct Owner {
     table: Table,
     state: Mutex<State>,
     clients: RwLock<Vec<Arc<Client>>>,
+    stopping: AtomicBool,
 }
 
 const fn index_of(token: GrantToken) -> u32 {
@@ -90,7 +91,12 @@ const fn index_of(token: GrantToken) -> u32 {
 
 impl Owner {
     pub(crate) fn new(max_grants: u32) -> Result<Self> {
-        Ok(Self { table: Table::new(max_grants)?, state: Mutex::default(), clients: RwLock::default() })
+        Ok(Self {
+            table: Table::new(max_grants)?,
+            state: Mutex::default(),
+            clients: RwLock::default(),
+            stopping: AtomicBool::new(false),
+        })
     }
 
     pub(crate) const fn table(&self) -> &Table {
@@ -216,8 +222,16 @@ impl Owner {
         Ok(())
     }
 
+    /// Grants can be used again.
+    pub(crate) fn begin(&self) {
+        self.stopping.store(false, Ordering::Relaxed);
+        self.table.set_stopping(false);
+    }
+
     /// Retires everything: for the end of the transport.
-    pub(crate) fn revoke_all(&self, deadline: Deadline) -> Result<()> {
+    pub(crate) fn end(&self, deadline: Deadline) -> Result<()> {
+        self.stopping.store(true, Ordering::Relaxed);
+        self.table.set_stopping(true);
         let tokens: Vec<_> = self.state.lock().grants.values().map(|grant| grant.token).collect();
         for token in &tokens {
             self.retire(*token);
@@ -238,6 +252,9 @@ impl Owner {
             // Whatever a grant allows, a mapping of it can be read.
             let allowed = owned.access.allows(wanted)
                 || live.map(|grant| grant.access).any(|access| access.allows(wanted) || !write);
+            if !allowed && self.stopping.load(Ordering::Relaxed) {
+                return Err(Error::new(ErrorKind::PeerGone, "the transport is stopping"));
+            }
             if !allowed {
                 return Err(Error::new(
                     ErrorKind::AccessDenied,

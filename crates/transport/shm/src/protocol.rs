@@ -9,9 +9,9 @@
 //! Loads of the state are relaxed and followed by a fence, because the peer's mapping of the table is
 //! read-only, and relaxed loads are what Rust guarantees to work there.
 
-#[cfg(loom)]
+#[cfg(all(test, loom))]
 use loom::sync::atomic::{AtomicU64, Ordering, fence};
-#[cfg(not(loom))]
+#[cfg(not(all(test, loom)))]
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 /// The word of a free slot, and of an entry that is not live.
@@ -23,7 +23,7 @@ pub(crate) fn announce(slot: &AtomicU64, state: &AtomicU64, key: u64) -> bool {
     slot.store(key, Ordering::Release);
     fence(Ordering::SeqCst);
     let live = state.load(Ordering::Relaxed) == key;
-    // What the owner wrote before it published the grant is seen from here on.
+    // What the owner wrote before it published or retired the grant is seen from here on.
     fence(Ordering::Acquire);
     if !live {
         clear(slot);
@@ -41,9 +41,10 @@ pub(crate) fn publish(state: &AtomicU64, key: u64) {
     state.store(key, Ordering::Release);
 }
 
-/// Makes the entry dead. Whoever announces from now on finds it so; those before are found by [`is_held`].
+/// Makes the entry dead. Whoever announces from now on finds it so, and sees what was stored before; those who
+/// announced earlier are found by [`is_held`].
 pub(crate) fn retire(state: &AtomicU64) {
-    state.store(NONE, Ordering::Relaxed);
+    state.store(NONE, Ordering::Release);
     fence(Ordering::SeqCst);
 }
 

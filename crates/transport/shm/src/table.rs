@@ -1,6 +1,6 @@
 //! The grant table: what a process lets its peers touch, in memory that they can read and not write.
 //!
-//! An entry is one cache line: state, secret, region, address, length, access, peer. The state word holds the
+//! The first line says whether the owner is stopping. An entry is one cache line: state, secret, region, address, length, access, peer. The state word holds the
 //! key of the grant while it is live. The table keeps honest peers inside their grants and lets the owner end
 //! them; a peer of the same user that means harm could use ptrace as well, so nothing here tries to stop it.
 
@@ -14,6 +14,8 @@ use crate::protocol;
 use crate::words::{Words, reopen_read_only};
 
 const ENTRY_WORDS: usize = 8;
+/// In the first line: not zero when the owner's transport is stopping.
+const STOPPING: usize = 0;
 
 mod word {
     pub(super) const STATE: usize = 0;
@@ -45,9 +47,18 @@ impl fmt::Debug for Key {
     }
 }
 
-/// Where a token's entry lies: the lower half of the handle is the index.
+/// The lower half of the handle is the index of the entry.
 const fn index_of(token: GrantToken) -> usize {
     (token.handle & 0xffff_ffff) as usize
+}
+
+/// Where a word of a token's entry lies, behind the first line.
+const fn place_of(token: GrantToken, word: usize) -> usize {
+    (1 + index_of(token)) * ENTRY_WORDS + word
+}
+
+const fn words(entries: u32) -> usize {
+    (1 + entries as usize) * ENTRY_WORDS
 }
 
 /// What an entry says of its grant.
@@ -109,7 +120,7 @@ pub(crate) struct Table {
 
 impl Table {
     pub(crate) fn new(entries: u32) -> Result<Self> {
-        let (fd, words) = Words::create("posthorse-grants", entries as usize * ENTRY_WORDS)?;
+        let (fd, words) = Words::create("posthorse-grants", words(entries))?;
         Ok(Self { words, read_only: reopen_read_only(fd)? })
     }
 
@@ -119,7 +130,7 @@ impl Table {
     }
 
     pub(crate) const fn entries(&self) -> usize {
-        self.words.len() / ENTRY_WORDS
+        self.words.len() / ENTRY_WORDS - 1
     }
 
     /// Publishes a grant. The caller knows that nobody uses the entry.
@@ -135,7 +146,7 @@ impl Table {
             )
             .with_advice("raise max_grants of the shared-memory transport")
         };
-        let word = |word| self.words.get(index_of(token) * ENTRY_WORDS + word).ok_or_else(full);
+        let word = |word| self.words.get(place_of(token, word)).ok_or_else(full);
         let state = word(word::STATE)?;
         for (at, value) in [
             (word::SECRET, token.secret),
@@ -151,9 +162,16 @@ impl Table {
         Ok(())
     }
 
+    /// Tells peers why grants end from now on, or that the owner is back.
+    pub(crate) fn set_stopping(&self, stopping: bool) {
+        if let Some(word) = self.words.get(STOPPING) {
+            word.store(stopping.into(), Ordering::Relaxed);
+        }
+    }
+
     /// Ends a grant for whoever has not announced it yet.
     pub(crate) fn retire(&self, token: GrantToken) {
-        if let Some(state) = self.words.get(index_of(token) * ENTRY_WORDS + word::STATE) {
+        if let Some(state) = self.words.get(place_of(token, word::STATE)) {
             protocol::retire(state);
         }
     }
@@ -167,7 +185,7 @@ pub(crate) struct PeerTable {
 
 impl PeerTable {
     pub(crate) fn map(fd: impl AsFd, entries: u32) -> Result<Self> {
-        Ok(Self { words: Words::map_read_only(fd, entries as usize * ENTRY_WORDS)? })
+        Ok(Self { words: Words::map_read_only(fd, words(entries))? })
     }
 
     /// Announces a grant in a hazard slot, and reads its terms. Until the slot is cleared the owner waits.
@@ -180,21 +198,25 @@ impl PeerTable {
         token: GrantToken,
         me: PeerHash,
     ) -> Result<Terms> {
-        let first = index_of(token) * ENTRY_WORDS;
         let key = Key::of(token)?;
-        let state = self.words.get(first + word::STATE).ok_or_else(|| no_such_grant(token))?;
+        let state = self.words.get(place_of(token, word::STATE)).ok_or_else(|| no_such_grant(token))?;
         if !protocol::announce(slot, state, key.get()) {
-            return Err(no_such_grant(token));
+            let stopping = self.words.get(STOPPING).is_some_and(|word| word.load(Ordering::Relaxed) != 0);
+            return Err(if stopping {
+                Error::new(ErrorKind::PeerGone, "the peer's transport is stopping")
+            } else {
+                no_such_grant(token)
+            });
         }
-        self.terms(first, token, me).inspect_err(|_| protocol::clear(slot))
+        self.terms(token, me).inspect_err(|_| protocol::clear(slot))
     }
 
-    fn terms(&self, first: usize, token: GrantToken, me: PeerHash) -> Result<Terms> {
+    fn terms(&self, token: GrantToken, me: PeerHash) -> Result<Terms> {
         // Stable while the grant is announced, if the owner is honest; if not, the caller's bounds check
         // against its own mapping still holds, since each word is read once.
         let word = |word: usize| {
             self.words
-                .get(first + word)
+                .get(place_of(token, word))
                 .map(|word| word.load(Ordering::Relaxed))
                 .ok_or_else(|| no_such_grant(token))
         };
@@ -299,6 +321,18 @@ mod tests {
             assert_eq!(slot.load(Ordering::Relaxed), protocol::NONE);
         }
         peer.announce(&slot, token, PeerHash::of("them:1")).unwrap();
+    }
+
+    #[test]
+    fn a_grant_that_ends_with_its_owner_says_so() {
+        let (table, peer) = pair();
+        let slot = AtomicU64::new(0);
+        let token = GrantToken { handle: 15, secret: 77 };
+        table.publish(token, &terms(None)).unwrap();
+        table.set_stopping(true);
+        peer.announce(&slot, token, PeerHash::of(ME)).unwrap();
+        table.retire(token);
+        assert_eq!(peer.announce(&slot, token, PeerHash::of(ME)).unwrap_err().kind(), ErrorKind::PeerGone);
     }
 
     #[test]

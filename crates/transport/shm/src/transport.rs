@@ -221,6 +221,7 @@ impl Transport for ShmTransport {
             return Err(Error::new(ErrorKind::Busy, "the shared-memory transport is started already"));
         }
         let config = &self.config;
+        self.owner.begin();
         let listener = Listener::bind(config.folder.as_deref())?;
         let identity = Identity {
             name: Arc::clone(&context.name),
@@ -266,7 +267,7 @@ impl Transport for ShmTransport {
         }
         // Peers may be copying under grants that were not revoked. One that holds on is not waited for longer:
         // its mapping keeps the memory alive.
-        if let Err(error) = self.owner.revoke_all(Deadline::after(self.config.liveness())) {
+        if let Err(error) = self.owner.end(Deadline::after(self.config.liveness())) {
             tracing::warn!(%error, "the shared-memory transport stops while a peer still holds memory");
         }
         running.around.reactor.stop();
