@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 #[path = "../tests/common/mod.rs"]
 mod common;
 
-use common::{Node, Registered, from_json, slice, soon, to_json};
-use posthorse_core::{Access, GrantDesc, HostView, Opcode, PathId, Region, Slice, Transport};
+use common::{Node, Registered, from_json, slice, to_json};
+use posthorse_core::{Access, GrantDesc, HostView, Opcode, PathId, Slice, Transport};
 use posthorse_memory::{CopyPool, HostMemory, MemoryOptions};
 use posthorse_shm::ShmConfig;
 use serde_json::{Value, json};
@@ -120,7 +120,6 @@ fn bench(served: &Value) {
         println!("process_vm write {len}: {:.2} us, {:.2} GB/s", micros(time), rate(len, time));
     }
     bench.node.transport.disconnect(path);
-    let _ = soon();
 }
 
 impl Bench {
@@ -129,13 +128,11 @@ impl Bench {
         slice(token, opcode, local, &self.grant, at as u64)
     }
 
-    /// Submits, and waits by spinning on the record.
+    /// Submits, and waits; what was copied inline has ended already.
     fn write(&self, slices: &[Slice]) {
-        let before = self.node.events.completed();
+        let expected = self.node.events.completed() + slices.len();
         self.node.submit(self.path, slices).unwrap();
-        while self.node.events.completed() < before + slices.len() {
-            std::hint::spin_loop();
-        }
+        self.node.events.wait(|seen| (seen.completions.len() >= expected).then_some(()));
     }
 
     fn row(&self, opcode: Opcode, len: usize, batch: usize, rotate: usize) {

@@ -167,6 +167,9 @@ impl<T: Clone> Jobs<T> {
         let Some(job) = self.slab.get_mut(piece.job).and_then(Option::as_mut) else { return };
         job.active -= 1;
         if let Err(error) = result {
+            if job.next < job.slice.local.len() {
+                self.ready[rank(job.slice.priority)].retain(|index| *index != piece.job);
+            }
             self.call_off(piece.job, error);
         }
         self.complete_if_over(piece.job, reports);
@@ -228,6 +231,10 @@ impl<T: Clone> Jobs<T> {
     }
 
     fn call_off_where(&mut self, which: impl Fn(&Job<T>) -> bool, error: &Error, reports: &mut Reports) {
+        let slab = &self.slab;
+        for queue in &mut self.ready {
+            queue.retain(|index| !slab[*index].as_ref().is_some_and(&which));
+        }
         for index in 0..self.slab.len() {
             if self.slab[index].as_ref().is_some_and(&which) {
                 self.call_off(index, error.clone());
@@ -236,13 +243,9 @@ impl<T: Clone> Jobs<T> {
         }
     }
 
-    /// No further piece of this job is begun; it has failed, unless it had been copied whole.
+    /// No further piece of this job, which is in no queue, is begun; it has failed.
     fn call_off(&mut self, index: usize, error: Error) {
         let Some(job) = self.slab.get_mut(index).and_then(Option::as_mut) else { return };
-        let queue = &mut self.ready[rank(job.slice.priority)];
-        if job.next < job.slice.local.len() && job.waiting_for.is_none() {
-            queue.retain(|other| *other != index);
-        }
         job.next = job.slice.local.len();
         job.waiting_for = None;
         job.error.get_or_insert(error);

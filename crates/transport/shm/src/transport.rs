@@ -253,13 +253,12 @@ impl Transport for ShmTransport {
     }
 
     fn stop(&self) {
-        let running = self.running.lock().take();
-        let Some(running) = running else { return };
         if self.fork.is_forked() {
             // Sockets and threads are the parent's: whatever is done to them here would harm it.
-            std::mem::forget(running);
             return;
         }
+        let running = self.running.lock().take();
+        let Some(running) = running else { return };
         let closed = Error::new(ErrorKind::Closed, "the shared-memory transport was stopped");
         let paths: Vec<_> = self.links.read().keys().copied().collect();
         for path in paths {
@@ -363,7 +362,8 @@ impl Drop for ShmTransport {
     fn drop(&mut self) {
         self.stop();
         if self.fork.is_forked() {
-            // As in `stop`.
+            // As in `stop`; no lock is taken, as a thread that is not here may have held it.
+            std::mem::forget(self.running.get_mut().take());
             self.links.get_mut().drain().for_each(|(_, link)| std::mem::forget(link));
         }
     }
