@@ -4,7 +4,8 @@
 //!
 //! The limit of a size is the best of blocking streams with writes of 64 KiB, 256 KiB and 1 MiB (the receiver
 //! reads as much at once, and answers one byte when a transfer is complete); for 4 KiB it is a ping-pong that
-//! polls for as long as the transport does and then sleeps.
+//! polls for as long as the transport does and then sleeps. The variable `TCP_BENCH_CONFIG` takes a `TcpConfig` as
+//! JSON, and a second argument the only block size to measure.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::io::{BufRead, BufReader, ErrorKind as IoErrorKind, Read, Write};
@@ -12,6 +13,7 @@ use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::Thread;
 use std::time::{Duration, Instant};
 
 use posthorse_core::*;
@@ -36,11 +38,27 @@ fn memory() -> HostView {
     HostView::of_mut(vec![1_u8; LEN].leak())
 }
 
-/// Counts completions; whoever waits polls, and yields, as the transport's own threads do.
-#[derive(Debug, Default)]
+/// Counts completions; whoever waits polls for a while, as the transport's own threads do, and then sleeps.
+#[derive(Debug)]
 struct Events {
     done: AtomicU64,
     writable: AtomicU64,
+    waiter: Thread,
+}
+
+impl Default for Events {
+    fn default() -> Self {
+        Self { done: AtomicU64::new(0), writable: AtomicU64::new(0), waiter: std::thread::current() }
+    }
+}
+
+impl Events {
+    fn wait(&self, mut happened: impl FnMut(&Self) -> bool) {
+        let until = Instant::now() + SPIN;
+        while !happened(self) {
+            if Instant::now() < until { std::thread::yield_now() } else { std::thread::park() }
+        }
+    }
 }
 
 impl TransportEvents for Events {
@@ -49,9 +67,11 @@ impl TransportEvents for Events {
             assert!(completion.result.is_ok(), "{completion:?}");
         }
         self.done.fetch_add(completions.len() as u64, Ordering::Release);
+        self.waiter.unpark();
     }
     fn writable(&self, _: PathId) {
         self.writable.fetch_add(1, Ordering::Release);
+        self.waiter.unpark();
     }
     fn path_changed(&self, _: PathId, state: &PathState) {
         eprintln!("{state:?}");
@@ -69,13 +89,9 @@ impl ControlChannel for Events {
 }
 
 fn start(name: &str, registry: &Arc<Registry>, events: &Arc<Events>) -> (TcpTransport, serde_json::Value) {
-    let mut config = TcpConfig { bind: vec!["127.0.0.1".parse().unwrap()], ..TcpConfig::default() };
-    if let Ok(spin) = std::env::var("SPIN_US") {
-        config.spin_us = spin.parse().unwrap();
-    }
-    if let Ok(bytes) = std::env::var("SOCKET_BUFFER") {
-        config.socket_buffer_bytes = bytes.parse().unwrap();
-    }
+    let text = std::env::var("TCP_BENCH_CONFIG").unwrap_or_else(|_| "{}".to_owned());
+    let config: TcpConfig = serde_json::from_str(&text).unwrap();
+    let config = TcpConfig { bind: vec!["127.0.0.1".parse().unwrap()], ..config };
     let transport = TcpTransport::new(config).unwrap();
     let published = transport
         .start(TransportContext {
@@ -232,13 +248,11 @@ impl Bench {
             // SAFETY: the memory is leaked.
             let taken = unsafe { self.transport.submit(self.path, slices) }.unwrap();
             slices = &slices[taken..];
-            while !slices.is_empty() && self.events.writable.load(Ordering::Acquire) == seen {
-                std::thread::yield_now();
+            if !slices.is_empty() {
+                self.events.wait(|events| events.writable.load(Ordering::Acquire) != seen);
             }
         }
-        while self.events.done.load(Ordering::Acquire) < target {
-            std::thread::yield_now();
-        }
+        self.events.wait(|events| events.done.load(Ordering::Acquire) >= target);
         began.elapsed()
     }
 
@@ -300,6 +314,7 @@ fn main() {
         return peer();
     }
     let rounds: usize = std::env::args().nth(1).map_or(5, |text| text.parse().unwrap());
+    let only: Option<usize> = std::env::args().nth(2).map(|text| text.parse().unwrap());
     let mut bench = Bench::new();
     println!(
         "{:>10} {:>7} {:>8} {:>12} {:>12} {:>12} {:>7}",
@@ -314,7 +329,7 @@ fn main() {
         (4 << 10, 128, 100),
         (4 << 10, 100_000, 1),
     ];
-    for (block, batch, repeats) in cases {
+    for (block, batch, repeats) in cases.into_iter().filter(|case| only.is_none_or(|only| only == case.0)) {
         let total = block * batch;
         let (mut writes, mut reads, mut bare) = (Vec::new(), Vec::new(), Vec::new());
         for _ in 0..rounds {
