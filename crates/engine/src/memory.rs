@@ -186,24 +186,22 @@ impl Inner {
         Ok(())
     }
 
-    /// Ends a grant everywhere. What has ended already stays so when this is asked again.
+    /// Ends a grant everywhere. What has ended already stays so when this is asked again. The registry comes last: it
+    /// gives the grant's place to another as soon as it has ended there.
     pub(crate) fn revoke(&self, token: GrantToken, deadline: Deadline) -> Result<()> {
-        ignore_unknown(self.registry.revoke(token, deadline))?;
         for installed in self.installed() {
             ignore_unknown(installed.transport.revoke(token, deadline))?;
         }
-        Ok(())
+        ignore_unknown(self.registry.revoke(token, deadline))
     }
 
-    /// Unregisters a region everywhere.
+    /// Unregisters a region everywhere, the registry last as in [`Inner::revoke`].
     pub(crate) fn unregister(&self, id: RegionId, deadline: Deadline) -> Result<()> {
         self.region_attributes.write().remove(&id);
-        // New requests and grants are refused from here on, whatever the transports still have to end.
-        let own = ignore_unknown(self.registry.unregister(id, deadline));
         for installed in self.installed() {
             ignore_unknown(installed.transport.unregister(id, deadline))?;
         }
-        own
+        ignore_unknown(self.registry.unregister(id, deadline))
     }
 
     /// Ends in the background what cannot be waited for here.

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 pub mod config;
+mod connector;
 pub mod control;
 pub mod key;
 pub mod message;
@@ -12,4 +13,10 @@ pub mod port;
 pub mod stream;
 pub mod topology;
 
+pub use config::ConnectorConfig;
+pub use connector::{
+    Connector, ConnectorBuilder, GetOptions, Health, Lease, OwnTicket, Payload, PutOptions, Received, Source,
+    Tensor, Ticket,
+};
 pub use key::Edge;
+pub use payload::TensorSet;

@@ -101,6 +101,23 @@ impl Dialer {
         rx.recv().unwrap_or_else(|_| Err(closed()))
     }
 
+    /// Sends a request whose answer changes nothing; `then` may look at it.
+    pub(crate) fn tell(
+        &self,
+        address: &str,
+        request: Vec<u8>,
+        deadline: Deadline,
+        then: impl FnOnce(Result<Vec<u8>>) + Send + 'static,
+    ) {
+        let told = self.spawn(address, request, deadline, |reply| {
+            then(reply);
+            Ok(Vec::new())
+        });
+        if let Err(error) = told {
+            tracing::debug!(%error, "a request was not sent");
+        }
+    }
+
     fn spawn(
         &self,
         address: &str,

@@ -1,11 +1,9 @@
 //! One connection between two sockets.
 
-use std::mem::MaybeUninit;
 use std::time::Duration;
 
 use bytes::Bytes;
 use posthorse_core::{Error, ErrorKind, Result};
-use socket2::SockRef;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout};
@@ -86,9 +84,8 @@ impl Link {
 
     /// Whether nothing has arrived on an idle connection, its end included.
     pub(super) fn is_fresh(&self) -> bool {
-        // Asked of the system, not of the runtime, which may not have heard of the end yet.
-        let peeked = SockRef::from(&self.stream).peek(&mut [MaybeUninit::uninit()]);
-        self.decoder.input.is_empty() && peeked.is_err_and(|e| e.kind() == std::io::ErrorKind::WouldBlock)
+        let would_block = |e: std::io::Error| e.kind() == std::io::ErrorKind::WouldBlock;
+        self.decoder.input.is_empty() && self.stream.try_read(&mut [0]).is_err_and(would_block)
     }
 
     /// When something was heard of the peer last.

@@ -61,9 +61,9 @@ impl ControlPlane {
         limits.check()?;
         let runtime = Builder::new_current_thread()
             .enable_all()
-            // For names that have to be resolved: a resolver can hang for a while.
-            .max_blocking_threads(4)
-            .thread_name("omni-resolve")
+            // For names that have to be resolved, and for what awaited gets copy.
+            .max_blocking_threads(64)
+            .thread_name("omni-blocking")
             .build()
             .map_err(|e| Error::os("starting the control plane's runtime", &e))?;
         let handle = runtime.handle().clone();
@@ -100,6 +100,29 @@ impl ControlPlane {
     /// A dialer with its own cache of connections; clones of it share that.
     pub fn dialer(&self) -> Dialer {
         Dialer::new(self.clone())
+    }
+
+    /// Runs a future on the control plane's thread, which it must not hold up. After a close it is dropped.
+    pub(crate) fn spawn(&self, future: impl Future<Output = ()> + Send + 'static) {
+        if let Ok(mut stay) = self.enter() {
+            self.inner.handle.spawn(async move {
+                tokio::select! {
+                    () = future => {}
+                    () = until(&mut stay.stopped) => {}
+                }
+            });
+        }
+    }
+
+    /// Does something that blocks on a thread kept for that.
+    ///
+    /// # Errors
+    /// `Closed`.
+    pub(crate) async fn run_blocking<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T> {
+        self.inner.handle.spawn_blocking(work).await.map_err(|_| closed())
     }
 
     /// Ends every listener, connection and exchange, and the thread. Replies given before go out, if their peers

@@ -194,7 +194,8 @@ enum Timer {
     Parked(PullId),
 }
 
-type Actions<P> = Vec<Action<P>>;
+/// What follows from calls, in order.
+pub type Actions<P> = Vec<Action<P>>;
 
 impl<P: Clone> Offers<P> {
     /// An empty table.

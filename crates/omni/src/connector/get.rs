@@ -1,0 +1,445 @@
+//! What a consumer gets.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use posthorse_buffer::{ManagedBuffer, ReceiveSlot};
+use posthorse_core::{
+    Access, Deadline, Error, ErrorKind, GrantDesc, LocalRange, Opcode, Priority, RemoteRange, Result, Route,
+    TransferRequest,
+};
+use posthorse_engine::{Grant, Segment, SubmitOptions};
+
+use super::lease::Lease;
+use super::put::Ticket;
+use super::received::Received;
+use super::worker::block_on;
+use super::{Connector, Inner};
+use crate::key::Edge;
+use crate::message::{
+    Answer, Cancel, Close, Offered, Outcome, Pull, PullExtra, PullReply, Query, QueryExtra, QueryReply,
+    Request, Want,
+};
+use crate::offer::PullId;
+
+/// By how much the producer stops to wait before the consumer does, so that its reason still arrives.
+const REPLY_MARGIN: Duration = Duration::from_millis(20);
+
+/// Where a payload is to be had.
+#[derive(Debug, Clone, Copy, Default)]
+pub enum Source<'a> {
+    /// At the configured producer.
+    #[default]
+    Upstream,
+    /// At the producer with this control address.
+    At(&'a str, u16),
+    /// Where its ticket says.
+    Ticket(&'a Ticket),
+}
+
+/// How a payload is to be got.
+#[derive(Debug, Clone, Copy)]
+pub struct GetOptions<'a> {
+    /// Until when to wait: for the payload to be offered, for room in the pool, for the bytes.
+    pub deadline: Deadline,
+    /// Where it is to be had.
+    pub source: Source<'a>,
+    /// Whether to read it in the producer's memory, if that is on this host, instead of copying it.
+    pub lease: bool,
+}
+
+impl GetOptions<'_> {
+    /// From the configured producer, as a copy.
+    pub const fn until(deadline: Deadline) -> Self {
+        Self { deadline, source: Source::Upstream, lease: false }
+    }
+}
+
+/// Where a get does what blocks.
+#[derive(Debug, Clone, Copy)]
+enum Blocking {
+    Here,
+    Elsewhere,
+}
+
+/// One get under way.
+#[derive(Debug, Clone)]
+struct Get {
+    key: String,
+    /// The producer's control address.
+    address: String,
+    pull: PullId,
+    deadline: Deadline,
+    wait_for_offer: bool,
+    lease: bool,
+}
+
+impl Connector {
+    /// Gets a payload: waits until it is offered and has arrived.
+    ///
+    /// # Errors
+    /// `DeadlineExceeded`, saying what was waited for; `Expired` when it was served to others, timed out or was taken
+    /// back; `PeerUnreachable` or `PeerGone`; `PoolFull`; `Corrupt`; `Closed`; whatever else the producer or the
+    /// transfer failed of. After a failure the payload may still be offered, and a second get succeed.
+    pub fn get(&self, edge: &Edge, key: &str, options: GetOptions<'_>) -> Result<Received> {
+        let get = self.inner().begin_get(edge, key, options, true)?;
+        self.inner().finish(block_on(self.inner().get(get, Blocking::Here)))
+    }
+
+    /// Gets a payload if it is offered now. `None` when there is nothing under the key (yet).
+    ///
+    /// # Errors
+    /// As [`Connector::get`].
+    pub fn try_get(&self, edge: &Edge, key: &str, options: GetOptions<'_>) -> Result<Option<Received>> {
+        let get = self.inner().begin_get(edge, key, options, false)?;
+        match block_on(self.inner().get(get, Blocking::Here)) {
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            outcome => self.inner().finish(outcome).map(Some),
+        }
+    }
+
+    /// As [`Connector::get`], to be awaited on any executor.
+    ///
+    /// # Errors
+    /// As [`Connector::get`].
+    pub async fn get_async(&self, edge: &Edge, key: &str, options: GetOptions<'_>) -> Result<Received> {
+        let get = self.inner().begin_get(edge, key, options, true)?;
+        self.inner().finish(self.inner().get(get, Blocking::Elsewhere).await)
+    }
+}
+
+impl Inner {
+    fn finish(&self, outcome: Result<Received>) -> Result<Received> {
+        self.counters.got(&outcome, Received::len);
+        outcome
+    }
+
+    fn begin_get(
+        self: &Arc<Self>,
+        edge: &Edge,
+        key: &str,
+        options: GetOptions<'_>,
+        wait_for_offer: bool,
+    ) -> Result<Get> {
+        self.check_open()?;
+        if !self.config.role.receives() {
+            return Err(Error::new(
+                ErrorKind::AccessDenied,
+                "this connector has role sender; get needs receiver or both",
+            ));
+        }
+        let address = match options.source {
+            Source::At(host, port) => control_address(host, port),
+            Source::Ticket(ticket) => control_address(&ticket.source_host, ticket.source_port),
+            Source::Upstream => self.config.sender_address().ok_or_else(|| {
+                Error::new(
+                    ErrorKind::InvalidConfig,
+                    "no producer is configured; set sender_host and sender_zmq_port, or name a source",
+                )
+            })?,
+        };
+        Ok(Get {
+            key: edge.qualify(key)?,
+            address,
+            pull: self.next_pull(),
+            deadline: options.deadline,
+            wait_for_offer,
+            lease: options.lease,
+        })
+    }
+
+    /// Asks until it is known how the payload comes, then has it come; on threads kept for what blocks, if the
+    /// caller must not.
+    async fn get(self: &Arc<Self>, get: Get, blocking: Blocking) -> Result<Received> {
+        // A producer that was found on another host need not prepare a read.
+        let known = self.same_host.lock().get(&get.address).copied();
+        let mut want = if known == Some(false) { Want::Write } else { Want::Read };
+        let mut get = Arc::new(get);
+        loop {
+            let (size, offered) = self.query(&get, want).await?;
+            let offered = *offered.ok_or_else(|| {
+                Error::new(ErrorKind::Unsupported, "the producer is a foreign connector")
+                    .with_peer(get.address.as_str())
+            })?;
+            let (inner, task) = (Arc::clone(self), Arc::clone(&get));
+            let fetch = move || inner.fetch(&task, want, size, &offered);
+            let fetched = match blocking {
+                Blocking::Here => fetch(),
+                Blocking::Elsewhere => self.plane.run_blocking(fetch).await?,
+            };
+            match fetched? {
+                Some(received) => return Ok(received),
+                None => {
+                    want = Want::Write;
+                    get = Arc::new(Get { pull: self.next_pull(), ..Get::clone(&get) });
+                }
+            }
+        }
+    }
+
+    /// Has a payload come that the producer keeps for this get. `None` when it has to be asked again, to write it.
+    fn fetch(
+        self: &Arc<Self>,
+        get: &Get,
+        want: Want,
+        size: u64,
+        offered: &Offered,
+    ) -> Result<Option<Received>> {
+        let opened = offered.manifest.check(size).and_then(|()| {
+            self.engine.open_life(&offered.segment, offered.incarnation, self.connect_deadline(get))
+        });
+        let segment = opened.inspect_err(|_| self.give_up(get, want))?;
+        let transport = self.engine.best_transport(&segment);
+        let same_host = transport.as_ref().is_some_and(|(_, capabilities)| capabilities.same_host_only);
+        let transport = transport.map_or_else(String::new, |(name, _)| name);
+        self.remember(&get.address, same_host);
+        let received = match (want, same_host, &offered.grant) {
+            (Want::Read, true, Some(grant)) if get.lease => {
+                self.lease(get, size, offered, grant, &segment, transport)
+            }
+            (Want::Read, true, Some(grant)) => self.read(get, size, offered, grant, &segment, transport),
+            (Want::Read, ..) => {
+                // Heard before the next query, which would find the place taken.
+                let close = closing(&get.pull, Outcome::Failed).encode()?;
+                self.dialer.request_blocking(&get.address, close, self.connect_deadline(get))?;
+                return Ok(None);
+            }
+            (Want::Write, ..) => self.pull(get, size, offered, transport),
+        };
+        received.map(Some)
+    }
+
+    fn next_pull(&self) -> PullId {
+        PullId {
+            consumer: self.engine.name().into(),
+            incarnation: self.engine.incarnation(),
+            pull: self.pulls.fetch_add(1, Ordering::Relaxed),
+        }
+    }
+
+    fn remember(&self, address: &str, same_host: bool) {
+        const MOST: usize = 4096;
+        let mut known = self.same_host.lock();
+        if known.len() >= MOST {
+            known.clear();
+        }
+        known.insert(address.to_owned(), same_host);
+    }
+
+    /// A connection may take its usual time even where the get has none left to wait for an offer.
+    fn connect_deadline(&self, get: &Get) -> Deadline {
+        get.deadline.min(Deadline::after(Duration::from_millis(self.config.liveness_ms)))
+    }
+
+    async fn query(&self, get: &Get, want: Want) -> Result<(u64, Option<Box<Offered>>)> {
+        let wait_ms = match get.deadline.remaining(Instant::now()) {
+            _ if !get.wait_for_offer => 0,
+            None => u64::MAX,
+            // The producer's refusal has to arrive before we stop to listen.
+            Some(left) => left.saturating_sub(REPLY_MARGIN).as_millis() as u64,
+        };
+        let request = Request::Query(Query {
+            request_id: get.key.clone(),
+            extra: Some(QueryExtra {
+                hello: self.hello(),
+                consumer: self.engine.name().to_owned(),
+                incarnation: get.pull.incarnation,
+                pull: get.pull.pull,
+                wait_ms,
+                want,
+            }),
+        });
+        let reply = self.dialer.request(&get.address, request.encode()?, self.reply_deadline(get)).await;
+        let reply = reply.inspect_err(|_| self.give_up(get, want))?;
+        match QueryReply::decode(&get.key, &reply)? {
+            QueryReply::Offer { data_size, offered, .. } => Ok((data_size, offered)),
+            QueryReply::NotFound => {
+                Err(Error::new(ErrorKind::NotFound, format!("{:?} is not offered", get.key))
+                    .with_peer(get.address.as_str()))
+            }
+            QueryReply::Refused(refusal) => Err(refusal.to_error(&get.address)),
+        }
+    }
+
+    /// A get that does not wait still lets the producer answer.
+    fn reply_deadline(&self, get: &Get) -> Deadline {
+        if get.wait_for_offer { get.deadline } else { self.connect_deadline(get) }
+    }
+
+    fn lease(
+        self: &Arc<Self>,
+        get: &Get,
+        size: u64,
+        offered: &Offered,
+        grant: &GrantDesc,
+        segment: &Segment,
+        transport: String,
+    ) -> Result<Received> {
+        let region = self.engine.lease(segment, grant).inspect_err(|_| self.give_up(get, Want::Read))?;
+        let lease = Lease::new(region, Arc::clone(self), get.address.clone(), get.pull.clone());
+        Ok(Received::leased(lease, size, offered.manifest.clone(), transport))
+    }
+
+    /// Reads the producer's memory into a block of our own.
+    fn read(
+        self: &Arc<Self>,
+        get: &Get,
+        size: u64,
+        offered: &Offered,
+        grant: &GrantDesc,
+        segment: &Segment,
+        transport: String,
+    ) -> Result<Received> {
+        let outcome = self.read_into_pool(get, size, grant, segment);
+        let done = if outcome.is_ok() { Outcome::Done } else { Outcome::Failed };
+        self.close_read(&get.address, &get.pull, done);
+        outcome.map(|buffer| Received::own(buffer, size, offered.manifest.clone(), transport))
+    }
+
+    fn read_into_pool(
+        &self,
+        get: &Get,
+        size: u64,
+        grant: &GrantDesc,
+        segment: &Segment,
+    ) -> Result<ManagedBuffer> {
+        let slot = self.alloc(size, get.deadline)?.into_slot();
+        let request = TransferRequest {
+            opcode: Opcode::Read,
+            local: LocalRange { region: self.memory_id, offset: slot.offset() },
+            remote: RemoteRange { segment: segment.id(), address: grant.address, token: Some(grant.token) },
+            len: size,
+            priority: Priority::Medium,
+            route: Route::Auto,
+            group: 0,
+        };
+        let mut batch = self.engine.batch();
+        batch.submit(&[request], SubmitOptions { deadline: get.deadline, checksum: self.config.checksum })?;
+        // The slot is not touched after this, whatever the outcome: the engine fences before it reports.
+        batch.wait(Deadline::NEVER)?;
+        slot.into_buffer()
+    }
+
+    /// Grants a slot to the producer and has it written.
+    fn pull(
+        self: &Arc<Self>,
+        get: &Get,
+        size: u64,
+        offered: &Offered,
+        transport: String,
+    ) -> Result<Received> {
+        let prepared = self.prepare_slot(get, size, offered);
+        let (mut slot, mut grant, request) = prepared.inspect_err(|_| self.give_up(get, Want::Write))?;
+        let granted = slot.grant(Some(grant.desc().token))?;
+        let reply = self.dialer.request_blocking(&get.address, request, get.deadline);
+        let outcome = reply.and_then(|reply| match PullReply::decode(&reply)? {
+            PullReply::Done(Some(bytes)) if bytes != size => Err(Error::new(
+                ErrorKind::Corrupt,
+                format!("the producer wrote {bytes} bytes of a payload of {size}"),
+            )),
+            PullReply::Done(_) => Ok(()),
+            PullReply::Failed => Err(Error::new(ErrorKind::PeerRefused, "the producer's transfer failed")),
+            PullReply::Refused(refusal) => Err(refusal.to_error(&get.address)),
+        });
+        if outcome.is_err() {
+            self.give_up(get, Want::Write);
+        }
+        // Whoever was to write cannot any more when this is done: only then is the slot ours again.
+        let fence = Deadline::after(Duration::from_millis(self.config.liveness_ms));
+        match grant.revoke(fence) {
+            Ok(()) => {
+                slot.fill(granted)?;
+                let buffer = slot.into_buffer()?;
+                outcome.map(|()| Received::own(buffer, size, offered.manifest.clone(), transport))
+            }
+            Err(error) => {
+                let withdrawn = slot.withdraw()?;
+                self.fencing.lock().push((grant, withdrawn));
+                self.timer.arm(Instant::now());
+                outcome.and(Err(error))
+            }
+        }
+    }
+
+    /// A slot, the grant of it, and the request that asks the producer to write there.
+    fn prepare_slot(&self, get: &Get, size: u64, offered: &Offered) -> Result<(ReceiveSlot, Grant, Vec<u8>)> {
+        let slot = self.alloc(size, get.deadline)?.into_slot();
+        let grant = {
+            let memory = self.memory.lock();
+            let memory = memory.as_ref().ok_or_else(closed)?;
+            memory.grant(slot.offset(), size, Access::Write, Some(&offered.segment))?
+        };
+        let left = get.deadline.remaining(Instant::now());
+        let (host, port) = self.engine_address();
+        let request = Request::Pull(Pull {
+            remote_hostname: host,
+            remote_port: port,
+            request_id: get.key.clone(),
+            dst_addrs: vec![slot.address()],
+            lengths: vec![size],
+            extra: Some(PullExtra {
+                hello: self.hello(),
+                consumer: self.engine.name().to_owned(),
+                incarnation: get.pull.incarnation,
+                pull: get.pull.pull,
+                generation: Some(offered.generation),
+                grant: grant.desc().clone(),
+                deadline_ms: left.map(|left| left.as_millis() as u64),
+                checksum: self.config.checksum,
+            }),
+        });
+        Ok((slot, grant, request.encode()?))
+    }
+
+    /// Tells the producer that a get has ended without its payload. It is told once, and in the background.
+    fn give_up(&self, get: &Get, want: Want) {
+        match want {
+            Want::Read => self.close_read(&get.address, &get.pull, Outcome::Failed),
+            Want::Write => {
+                let cancel = Cancel {
+                    consumer: get.pull.consumer.to_string(),
+                    incarnation: get.pull.incarnation,
+                    pull: get.pull.pull,
+                };
+                self.tell(&get.address, &Request::Cancel(cancel));
+            }
+        }
+    }
+
+    /// Tells the producer that its payload is read no more.
+    pub(super) fn close_read(&self, address: &str, pull: &PullId, outcome: Outcome) {
+        self.tell(address, &closing(pull, outcome));
+    }
+
+    /// Sends what needs no answer. A producer that does not hear it finds out by the lease.
+    pub(super) fn tell(&self, address: &str, request: &Request) {
+        let deadline = Deadline::after(Duration::from_millis(self.config.liveness_ms));
+        match request.encode() {
+            Ok(bytes) => self.teller.tell(address, bytes, deadline, |reply| {
+                if let Ok(Answer::Refused(refusal)) = reply.and_then(|bytes| Answer::decode(&bytes)) {
+                    tracing::debug!(?refusal, "the producer knew nothing of a get that ended");
+                }
+            }),
+            Err(error) => tracing::error!(%error, "a request could not be written"),
+        }
+    }
+}
+
+fn closing(pull: &PullId, outcome: Outcome) -> Request {
+    let PullId { consumer, incarnation, pull } = pull;
+    Request::Close(Close { consumer: consumer.to_string(), incarnation: *incarnation, pull: *pull, outcome })
+}
+
+pub(super) fn closed() -> Error {
+    Error::new(ErrorKind::Closed, "the connector is closed")
+}
+
+/// `host:port`, with brackets around IPv6 addresses.
+fn control_address(host: &str, port: u16) -> String {
+    if host.contains(':') && !host.starts_with('[') {
+        format!("[{host}]:{port}")
+    } else {
+        format!("{host}:{port}")
+    }
+}

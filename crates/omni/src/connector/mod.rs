@@ -1,0 +1,352 @@
+//! The connector: what one stage offers and another gets.
+//!
+//! A producer keeps payloads in a pool that is registered once, and a table of what it offers under which key. A
+//! consumer asks for a key over the control plane; then the bytes go by the engine. On one host the consumer reads
+//! the producer's memory for itself, or reads it in place under a lease; from another host the producer writes
+//! into a slot that the consumer granted for this one get.
+
+mod get;
+mod health;
+mod lease;
+mod place;
+mod put;
+mod received;
+mod serve;
+mod timer;
+mod worker;
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use posthorse_buffer::{Pool, PoolConfig, SharedBuffer, SlotGrant};
+use posthorse_core::{Deadline, Error, ErrorKind, Result};
+use posthorse_engine::{Batch, EngineConfig, Grant, RegisteredMemory, TransferEngine};
+use posthorse_memory::{CopyPool, MemoryOptions};
+
+use crate::config::ConnectorConfig;
+use crate::control::{ControlPlane, Dialer, Listener, Responder};
+use crate::message::{Outcome, Query, Renew, Request};
+use crate::offer::{Offers, PullId};
+use crate::payload::Manifest;
+
+pub use get::{GetOptions, Source};
+pub use health::Health;
+pub use lease::Lease;
+pub use put::{OwnTicket, Payload, PutOptions, Ticket};
+pub use received::{Received, Tensor};
+use timer::Timer;
+use worker::Workers;
+
+/// A stage's end of its edges. Clones are handles of the same connector; the last one closes it.
+#[derive(Clone)]
+pub struct Connector {
+    owner: Arc<Owner>,
+}
+
+/// Closes the connector when the last handle goes.
+struct Owner {
+    inner: Arc<Inner>,
+    listener: Mutex<Option<Listener>>,
+}
+
+/// Puts a connector together: [`Connector::builder`].
+#[derive(Debug, Default)]
+pub struct ConnectorBuilder {
+    config: ConnectorConfig,
+    engine: Option<TransferEngine>,
+}
+
+/// What the connector's parts share.
+pub(crate) struct Inner {
+    config: ConnectorConfig,
+    engine: TransferEngine,
+    /// Whether the engine was made for this connector, and ends with it.
+    owns_engine: bool,
+    pool: Pool,
+    memory: Mutex<Option<RegisteredMemory>>,
+    memory_id: posthorse_core::RegionId,
+    copier: CopyPool,
+    plane: ControlPlane,
+    dialer: Dialer,
+    /// For what must not wait behind gets that wait.
+    teller: Dialer,
+    advertised: Mutex<Option<(String, u16)>>,
+    closed: AtomicBool,
+    pulls: AtomicU64,
+    state: Mutex<State>,
+    workers: Workers,
+    /// Producers by control address: whether they were found to be on this host.
+    same_host: Mutex<HashMap<String, bool>>,
+    /// Slots that were granted to producers which may still write to them.
+    fencing: Mutex<Vec<(Grant, SlotGrant)>>,
+    /// Reads that have ended, of consumers which may still touch the payload.
+    ending_reads: Mutex<Vec<(PullId, Grant, Outcome)>>,
+    /// The leases this side holds, and the control addresses of their producers.
+    renewals: Mutex<HashMap<PullId, String>>,
+    timer: Arc<Timer>,
+    timer_thread: Mutex<Option<std::thread::JoinHandle<()>>>,
+    counters: health::Counters,
+}
+
+/// What the producing side keeps, under one lock that is never held across a call elsewhere.
+struct State {
+    offers: Offers<Arc<Stored>>,
+    /// Gets that wait for their payload, with what they asked.
+    parked: HashMap<PullId, (Responder, Query)>,
+    /// What consumers may read now.
+    reads: HashMap<PullId, Grant>,
+    /// What is being written to consumers now.
+    writes: HashMap<PullId, Arc<Batch>>,
+}
+
+/// A payload on offer.
+#[derive(Debug)]
+pub(crate) struct Stored {
+    buffer: SharedBuffer,
+    /// Bytes of the payload, which may be fewer than its block has.
+    len: u64,
+    manifest: Manifest,
+    /// Whether foreign consumers take it as raw bytes.
+    is_fast_path: bool,
+}
+
+impl ConnectorBuilder {
+    /// Sets the configuration.
+    #[must_use]
+    pub fn config(mut self, config: ConnectorConfig) -> Self {
+        self.config = config;
+        self
+    }
+
+    /// Uses an engine of the caller's, which goes on when the connector is closed.
+    #[must_use]
+    pub fn engine(mut self, engine: TransferEngine) -> Self {
+        self.engine = Some(engine);
+        self
+    }
+
+    /// Starts the connector: allocates and registers its pool, and, unless it only receives, binds its listener.
+    ///
+    /// # Errors
+    /// `InvalidConfig`; `LimitReached` or `OutOfMemory` for the pool; `Io` naming the address when it cannot be bound.
+    pub fn build(self) -> Result<Connector> {
+        let config = self.config;
+        config.check()?;
+        let owns_engine = self.engine.is_none();
+        let engine = match self.engine {
+            Some(engine) => engine,
+            None => TransferEngine::builder().config(engine_config(&config)).build()?,
+        };
+        let region = MemoryOptions::new(pool_size(&config)?).shared(true).allocate()?;
+        let pool = Pool::new(region, &PoolConfig { alignment: 4096, ..PoolConfig::default() })?;
+        let memory = engine.register(pool.region(), posthorse_core::Access::None)?;
+        let plane = ControlPlane::start(config.control_limits())?;
+        let inner = Arc::new(Inner {
+            memory_id: memory.id(),
+            memory: Mutex::new(Some(memory)),
+            copier: CopyPool::new(CopyPool::default_helpers())?,
+            workers: Workers::start(config.workers as usize)?,
+            engine,
+            owns_engine,
+            pool,
+            dialer: plane.dialer(),
+            teller: plane.dialer(),
+            plane,
+            advertised: Mutex::new(None),
+            closed: AtomicBool::new(false),
+            pulls: AtomicU64::new(1),
+            state: Mutex::new(State {
+                offers: Offers::new(config.offer_limits()),
+                parked: HashMap::new(),
+                reads: HashMap::new(),
+                writes: HashMap::new(),
+            }),
+            same_host: Mutex::default(),
+            fencing: Mutex::default(),
+            ending_reads: Mutex::default(),
+            renewals: Mutex::default(),
+            timer: Arc::default(),
+            timer_thread: Mutex::new(None),
+            counters: health::Counters::default(),
+            config,
+        });
+        let connector = Connector { owner: Arc::new(Owner { inner, listener: Mutex::new(None) }) };
+        connector.start()?;
+        Ok(connector)
+    }
+}
+
+fn engine_config(config: &ConnectorConfig) -> EngineConfig {
+    EngineConfig {
+        transport: config.transport.to_string(),
+        fingerprint: config.fingerprint.clone(),
+        advertise: config.advertise_host.clone().unwrap_or_default(),
+        ..EngineConfig::default()
+    }
+}
+
+fn pool_size(config: &ConnectorConfig) -> Result<usize> {
+    usize::try_from(config.memory_pool_size)
+        .map_err(|_| Error::invalid_config("memory_pool_size", config.memory_pool_size, "what memory can be"))
+}
+
+impl Connector {
+    /// Begins to put a connector together.
+    pub fn builder() -> ConnectorBuilder {
+        ConnectorBuilder::default()
+    }
+
+    fn inner(&self) -> &Arc<Inner> {
+        &self.owner.inner
+    }
+
+    fn start(&self) -> Result<()> {
+        let inner = self.inner();
+        *inner.timer_thread.lock() = Some(timer::start(&inner.timer, Arc::downgrade(inner))?);
+        if inner.config.role.sends() {
+            let service = Arc::new(serve::Server { inner: Arc::downgrade(inner) });
+            let listener = inner.plane.listen(&inner.config.bind_address(), service)?;
+            let port = listener.local_address().port();
+            *inner.advertised.lock() = Some((inner.advertised_host(listener.local_address().ip()), port));
+            *self.owner.listener.lock() = Some(listener);
+        }
+        Ok(())
+    }
+
+    /// The host and port under which consumers ask this connector.
+    ///
+    /// # Errors
+    /// `Unsupported` for a connector that only receives.
+    pub fn address(&self) -> Result<(String, u16)> {
+        self.inner().advertised()
+    }
+
+    /// The engine that moves the bytes.
+    pub fn engine(&self) -> &TransferEngine {
+        &self.inner().engine
+    }
+
+    /// Takes back every offer, ends every get and transfer, and gives the memory up. Idempotent; never hangs: what
+    /// peers may still touch is kept alive until they cannot. Every call after it answers `Closed`.
+    pub fn close(&self) {
+        self.owner.close();
+    }
+}
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+impl Owner {
+    fn close(&self) {
+        let inner = &self.inner;
+        if inner.closed.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        inner.with_offers(|offers, now, out| offers.close(now, out));
+        let writes: Vec<_> = inner.state.lock().writes.values().cloned().collect();
+        writes.iter().for_each(|batch| batch.cancel());
+        inner.pool.close();
+        let fence = Deadline::after(Duration::from_millis(inner.config.liveness_ms));
+        for batch in &writes {
+            // What does not end in time ends with the engine, or is held back by it.
+            let _ = batch.wait(fence);
+        }
+        if let Some(listener) = self.listener.lock().take() {
+            listener.close();
+        }
+        let workers = inner.workers.close();
+        if let Err(error) = inner.plane.close(fence) {
+            tracing::warn!(%error, "the control plane ends later");
+        }
+        inner.timer.stop();
+        for thread in workers.into_iter().chain(inner.timer_thread.lock().take()) {
+            // One of them may be the thread that drops the last handle.
+            if thread.thread().id() != std::thread::current().id() {
+                let _ = thread.join();
+            }
+        }
+        // Grants that cannot be ended yet are kept by the engine, which holds their memory.
+        let reads: Vec<_> = inner.state.lock().reads.drain().collect();
+        drop(reads);
+        inner.ending_reads.lock().clear();
+        inner.fencing.lock().clear();
+        let memory = inner.memory.lock().take();
+        if let Some(memory) = memory
+            && let Err(error) = memory.unregister(fence)
+        {
+            tracing::warn!(%error, "the pool is held until nobody touches it any more");
+        }
+        if inner.owns_engine {
+            inner.engine.shutdown();
+        }
+    }
+}
+
+impl Inner {
+    /// # Errors
+    /// `Closed`.
+    fn check_open(&self) -> Result<()> {
+        if self.closed.load(Ordering::Acquire) { Err(get::closed()) } else { Ok(()) }
+    }
+
+    /// The host that consumers are told: as configured, else the bound one if it is specific, else the engine's.
+    fn advertised_host(&self, bound: std::net::IpAddr) -> String {
+        match &self.config.advertise_host {
+            Some(host) => host.clone(),
+            None if !bound.is_unspecified() => bound.to_string(),
+            None => self.engine_address().0,
+        }
+    }
+
+    /// The host and port of the engine's handshake, where its name is that; else the name and no port.
+    fn engine_address(&self) -> (String, u16) {
+        let name = self.engine.name();
+        match name.rsplit_once(':').map(|(host, port)| (host, port.parse())) {
+            Some((host, Ok(port))) => (host.trim_matches(['[', ']']).to_owned(), port),
+            _ => (name.to_owned(), 0),
+        }
+    }
+
+    fn advertised(&self) -> Result<(String, u16)> {
+        self.advertised.lock().clone().ok_or_else(|| {
+            Error::new(ErrorKind::Unsupported, "this connector has role receiver, and listens to nobody")
+        })
+    }
+
+    /// How often a lease is renewed.
+    fn renewal(&self) -> Duration {
+        Duration::from_millis(self.config.liveness_ms / 3)
+    }
+
+    /// Tells every producer of which leases we hold that we still do.
+    fn renew_leases(&self) {
+        let mut by_address: HashMap<String, Vec<u64>> = HashMap::new();
+        for (pull, address) in &*self.renewals.lock() {
+            by_address.entry(address.clone()).or_default().push(pull.pull);
+        }
+        for (address, pulls) in by_address {
+            let renew = Renew {
+                consumer: self.engine.name().to_owned(),
+                incarnation: self.engine.incarnation(),
+                pulls,
+            };
+            self.tell(&address, &Request::Renew(renew));
+        }
+    }
+}
+
+impl fmt::Debug for Connector {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Connector")
+            .field("engine", &self.inner().engine.name())
+            .field("role", &self.inner().config.role)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,168 @@
+//! What a consumer got.
+
+use posthorse_buffer::ManagedBuffer;
+use posthorse_core::{Error, ErrorKind, Result};
+use serde::de::DeserializeOwned;
+
+use super::lease::Lease;
+use crate::payload::{Manifest, PayloadKind, TensorDesc, marker};
+
+/// A payload that has arrived: bytes, tensors or a value, in a block of the consumer's pool.
+///
+/// The block returns to the pool when this is released or dropped. The views borrow from it: nothing is copied.
+#[derive(Debug)]
+pub struct Received {
+    memory: Memory,
+    len: u64,
+    manifest: Manifest,
+    transport: String,
+}
+
+#[derive(Debug)]
+enum Memory {
+    /// Our own copy.
+    Own(ManagedBuffer),
+    /// The producer's memory, read in place.
+    Leased(Lease),
+}
+
+impl Received {
+    pub(super) fn own(buffer: ManagedBuffer, len: u64, manifest: Manifest, transport: String) -> Self {
+        Self { memory: Memory::Own(buffer), len, manifest, transport }
+    }
+
+    pub(super) fn leased(lease: Lease, len: u64, manifest: Manifest, transport: String) -> Self {
+        Self { memory: Memory::Leased(lease), len, manifest, transport }
+    }
+
+    /// Bytes of the payload as it travelled; of a tensor set, with its headers.
+    pub const fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether the payload is empty; none is.
+    pub const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Whether it was offered as bytes, tensors or a value.
+    pub const fn kind(&self) -> PayloadKind {
+        self.manifest.kind
+    }
+
+    /// The transport that carried it.
+    pub fn transport(&self) -> &str {
+        &self.transport
+    }
+
+    /// Whether it is read in the producer's memory, which is held until this is released.
+    pub const fn is_leased(&self) -> bool {
+        matches!(self.memory, Memory::Leased(_))
+    }
+
+    /// The payload's bytes.
+    ///
+    /// # Errors
+    /// `Unsupported` for a pool that is not host memory.
+    pub fn bytes(&self) -> Result<&[u8]> {
+        let bytes = match &self.memory {
+            Memory::Own(buffer) => buffer.bytes()?,
+            Memory::Leased(lease) => lease.bytes(),
+        };
+        bytes.get(..self.len as usize).ok_or_else(|| {
+            Error::new(
+                ErrorKind::Internal,
+                format!("a payload of {} bytes in a block of {}", self.len, bytes.len()),
+            )
+        })
+    }
+
+    /// The names, types, shapes and places of the tensors, in the order in which they were put. Empty for other
+    /// kinds of payload.
+    pub fn tensors(&self) -> &[TensorDesc] {
+        &self.manifest.tensors
+    }
+
+    /// A view of the tensor of this name.
+    ///
+    /// # Errors
+    /// `NotFound`, naming those there are.
+    pub fn tensor(&self, name: &str) -> Result<Tensor<'_>> {
+        let Some(desc) = self.manifest.tensors.iter().find(|desc| desc.name == name) else {
+            let names: Vec<_> =
+                self.manifest.tensors.iter().take(20).map(|desc| desc.name.as_str()).collect();
+            return Err(Error::new(
+                ErrorKind::NotFound,
+                format!(
+                    "there is no tensor {name:?} among the {}: {}",
+                    self.manifest.tensors.len(),
+                    names.join(", ")
+                ),
+            ));
+        };
+        self.view(desc)
+    }
+
+    fn view<'a>(&'a self, desc: &'a TensorDesc) -> Result<Tensor<'a>> {
+        let bytes = self.bytes()?;
+        let start = desc.offset as usize;
+        let bytes = bytes.get(start..start.saturating_add(desc.len as usize)).ok_or_else(|| {
+            Error::new(ErrorKind::OutOfBounds, format!("tensor {:?} leaves its payload", desc.name))
+        })?;
+        Ok(Tensor { desc, bytes })
+    }
+
+    /// The value, if one was put.
+    ///
+    /// # Errors
+    /// `TypeMismatch` for other kinds of payload; `Malformed` when the bytes are not of the type asked for.
+    pub fn value<T: DeserializeOwned>(&self) -> Result<T> {
+        match self.kind() {
+            PayloadKind::Bytes => {
+                Err(Error::new(ErrorKind::TypeMismatch, "the payload is raw bytes, not a value"))
+            }
+            PayloadKind::Tensors | PayloadKind::Value => marker::from_slice(self.bytes()?),
+        }
+    }
+
+    /// Gives the memory back now.
+    pub fn release(self) {}
+}
+
+/// A tensor in place.
+#[derive(Debug, Clone, Copy)]
+pub struct Tensor<'a> {
+    desc: &'a TensorDesc,
+    bytes: &'a [u8],
+}
+
+impl<'a> Tensor<'a> {
+    /// Its name, type, shape and place.
+    pub const fn desc(&self) -> &'a TensorDesc {
+        self.desc
+    }
+
+    /// Its bytes, in row-major order, little-endian.
+    pub const fn bytes(&self) -> &'a [u8] {
+        self.bytes
+    }
+
+    /// Its elements as values of a Rust type of the same size (`u16` may carry a bfloat16).
+    ///
+    /// # Errors
+    /// `TypeMismatch`, naming the sizes, when `T` has not the size of the tensor's element type.
+    pub fn elements<T: bytemuck::AnyBitPattern>(&self) -> Result<&'a [T]> {
+        let size = self.desc.dtype.size();
+        let mismatch = |why: &str| {
+            let wanted = std::any::type_name::<T>();
+            Error::new(
+                ErrorKind::TypeMismatch,
+                format!("{} of {size} bytes as {wanted}: {why}", self.desc.dtype),
+            )
+        };
+        if size_of::<T>() != size {
+            return Err(mismatch(&format!("that has {} bytes", size_of::<T>())));
+        }
+        bytemuck::try_cast_slice(self.bytes).map_err(|error| mismatch(&error.to_string()))
+    }
+}

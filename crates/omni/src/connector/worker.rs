@@ -1,0 +1,68 @@
+//! The worker pool that serves pulls: a few threads that find the consumer and hand its slice of work to the engine.
+//!
+//! A worker does not wait for the bytes: their completion answers the consumer. So a small pull is never behind the
+//! bytes of large ones, only behind as many set-ups as there are workers.
+
+use std::fmt;
+use std::thread;
+
+use crossbeam_channel::{Receiver, Sender, TrySendError, bounded};
+use parking_lot::Mutex;
+use posthorse_core::{Error, ErrorKind, Result};
+
+type Job = Box<dyn FnOnce() + Send>;
+
+/// Jobs that wait for a worker before more are refused.
+const QUEUE: usize = 4096;
+
+pub(super) struct Workers {
+    jobs: Mutex<Option<Sender<Job>>>,
+    threads: Mutex<Vec<thread::JoinHandle<()>>>,
+}
+
+impl Workers {
+    pub(super) fn start(count: usize) -> Result<Self> {
+        let (sender, receiver) = bounded::<Job>(QUEUE);
+        let mut threads = Vec::with_capacity(count);
+        for index in 0..count {
+            let jobs: Receiver<Job> = receiver.clone();
+            let thread = thread::Builder::new()
+                .name(format!("omni-worker-{index}"))
+                .spawn(move || jobs.iter().for_each(|job| job()))
+                .map_err(|error| Error::os("start a thread omni-worker", &error))?;
+            threads.push(thread);
+        }
+        Ok(Self { jobs: Mutex::new(Some(sender)), threads: Mutex::new(threads) })
+    }
+
+    /// Has a worker do something.
+    pub(super) fn submit(&self, job: impl FnOnce() + Send + 'static) -> Result<()> {
+        let Some(jobs) = self.jobs.lock().clone() else {
+            return Err(Error::new(ErrorKind::Closed, "the connector is closed"));
+        };
+        jobs.try_send(Box::new(job)).map_err(|refused| match refused {
+            TrySendError::Full(_) => Error::new(
+                ErrorKind::QueueFull,
+                format!("{QUEUE} pulls wait for a worker, which is the limit"),
+            ),
+            TrySendError::Disconnected(_) => Error::new(ErrorKind::Closed, "the connector is closed"),
+        })
+    }
+
+    /// Takes no more jobs. Those queued are done.
+    pub(super) fn close(&self) -> Vec<thread::JoinHandle<()>> {
+        *self.jobs.lock() = None;
+        std::mem::take(&mut *self.threads.lock())
+    }
+}
+
+impl fmt::Debug for Workers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Workers({})", self.threads.lock().len())
+    }
+}
+
+/// Runs a future on this thread.
+pub(super) fn block_on<T>(future: impl Future<Output = T>) -> T {
+    pollster::block_on(future)
+}

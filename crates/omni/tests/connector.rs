@@ -1,0 +1,437 @@
+//! Two connectors that exchange payloads, in one process and in two.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs)]
+
+use std::num::NonZeroU32;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use posthorse_core::{Checksum, DType, Deadline, ErrorKind};
+use posthorse_omni::config::Role;
+use posthorse_omni::{Connector, ConnectorConfig, Edge, GetOptions, PutOptions, Source, TensorSet};
+use posthorse_testkit::{Random, pattern, peer};
+use serde::{Deserialize, Serialize};
+
+const POOL: u64 = 64 << 20;
+
+fn soon() -> Deadline {
+    Deadline::after(Duration::from_secs(20))
+}
+
+fn config(role: Role) -> ConnectorConfig {
+    ConnectorConfig {
+        role,
+        host: "127.0.0.1".to_owned(),
+        advertise_host: Some("127.0.0.1".to_owned()),
+        zmq_port: 0,
+        memory_pool_size: POOL,
+        ..ConnectorConfig::default()
+    }
+}
+
+fn build(config: ConnectorConfig) -> Connector {
+    Connector::builder().config(config).build().unwrap()
+}
+
+fn edge() -> Edge {
+    Edge::new(0, 1)
+}
+
+/// A producer and a consumer of one process, joined by the named transport.
+struct Pair {
+    sender: Connector,
+    receiver: Connector,
+}
+
+impl Pair {
+    fn by(transport: &str) -> Self {
+        Self::with(|config| config.transport = format!("require:{transport}").parse().unwrap())
+    }
+
+    fn with(change: impl Fn(&mut ConnectorConfig)) -> Self {
+        let mut sender = config(Role::Sender);
+        change(&mut sender);
+        let sender = build(sender);
+        let (host, port) = sender.address().unwrap();
+        let mut receiver = config(Role::Receiver);
+        receiver.sender_host = Some(host);
+        receiver.sender_zmq_port = Some(port);
+        change(&mut receiver);
+        Self { sender, receiver: build(receiver) }
+    }
+
+    fn put(&self, key: &str, bytes: &[u8]) {
+        self.sender.put(&edge(), key, bytes, PutOptions::default()).unwrap();
+    }
+
+    fn get(&self, key: &str) -> posthorse_core::Result<posthorse_omni::Received> {
+        self.receiver.get(&edge(), key, GetOptions::until(soon()))
+    }
+
+    /// Both pools are whole: waits for what is given back in the background.
+    fn assert_whole(&self) {
+        let until = Instant::now() + Duration::from_secs(10);
+        loop {
+            let (sender, receiver) = (self.sender.health(), self.receiver.health());
+            if sender.pool.is_whole() && receiver.pool.is_whole() && sender.withheld + receiver.withheld == 0
+            {
+                return;
+            }
+            assert!(Instant::now() < until, "{sender:?} {receiver:?}");
+            thread::yield_now();
+        }
+    }
+}
+
+#[test]
+fn bytes_buffers_tensors_and_values_arrive_by_each_transport() {
+    for transport in ["shm", "tcp"] {
+        let pair = Pair::by(transport);
+        for (round, len) in [1_usize, 4096, 65_537, 9 << 20].into_iter().enumerate() {
+            let bytes = pattern::bytes(round as u64, len);
+            pair.put("bytes", &bytes);
+            let got = pair.get("bytes").unwrap();
+            assert_eq!(got.transport(), transport);
+            assert!(got.bytes().unwrap() == bytes, "{transport} {len}");
+
+            let mut buffer = pair.sender.alloc(len as u64, soon()).unwrap();
+            buffer.copy_from_slice(&bytes).unwrap();
+            pair.sender.put(&edge(), "buffer", buffer, PutOptions::default()).unwrap();
+            assert!(pair.get("buffer").unwrap().bytes().unwrap() == bytes, "{transport} {len}");
+        }
+        let keys: Vec<f32> = (0..6).map(|i| i as f32).collect();
+        let keys: Vec<u8> = keys.iter().flat_map(|x| x.to_le_bytes()).collect();
+        let mut set = TensorSet::new();
+        set.push("key_cache_0", DType::F32, &[2, 3], &keys).unwrap();
+        set.push("scale", DType::BF16, &[], &[1, 2]).unwrap();
+        pair.sender.put(&edge(), "tensors", &set, PutOptions::default()).unwrap();
+        let got = pair.get("tensors").unwrap();
+        assert_eq!(
+            got.tensors().iter().map(|t| t.name.as_str()).collect::<Vec<_>>(),
+            ["key_cache_0", "scale"]
+        );
+        let tensor = got.tensor("key_cache_0").unwrap();
+        assert_eq!((tensor.desc().dtype, tensor.desc().shape.as_slice()), (DType::F32, &[2, 3][..]));
+        assert_eq!(tensor.elements::<f32>().unwrap(), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);
+        assert_eq!(tensor.elements::<u16>().unwrap_err().kind(), ErrorKind::TypeMismatch);
+        assert!(got.tensor("values").unwrap_err().to_string().contains("key_cache_0"));
+        drop(got);
+
+        #[derive(Serialize, Deserialize, PartialEq, Debug)]
+        struct Prompt {
+            ids: Vec<u32>,
+            text: String,
+        }
+        let prompt = Prompt { ids: vec![1, 2, 3], text: "hello".to_owned() };
+        pair.sender.put_value(&edge(), "value", &prompt, PutOptions::default()).unwrap();
+        assert_eq!(pair.get("value").unwrap().value::<Prompt>().unwrap(), prompt);
+        pair.assert_whole();
+    }
+}
+
+#[test]
+fn a_lease_reads_in_place_and_gives_the_buffer_back() {
+    let pair = Pair::by("shm");
+    let bytes = pattern::bytes(5, 1 << 20);
+    pair.put("k", &bytes);
+    let options = GetOptions { lease: true, ..GetOptions::until(soon()) };
+    let leased = pair.receiver.get(&edge(), "k", options).unwrap();
+    assert!(leased.is_leased());
+    assert!(leased.bytes().unwrap() == bytes);
+    assert_eq!(pair.receiver.health().pool.used, 0, "nothing was copied");
+    assert!(!pair.sender.health().pool.is_whole(), "the producer keeps it");
+    // Longer than the lease would last without being renewed.
+    let kept = Instant::now() + Duration::from_millis(3500);
+    while Instant::now() < kept {
+        thread::park_timeout(Duration::from_millis(100));
+    }
+    assert!(leased.bytes().unwrap() == bytes);
+    leased.release();
+    pair.assert_whole();
+    assert_eq!(pair.get("k").unwrap_err().kind(), ErrorKind::Expired, "it was served");
+}
+
+#[test]
+fn a_get_waits_for_its_put_and_a_try_does_not() {
+    for transport in ["shm", "tcp"] {
+        let pair = Pair::by(transport);
+        assert!(pair.receiver.try_get(&edge(), "late", GetOptions::until(soon())).unwrap().is_none());
+        thread::scope(|scope| {
+            let getter = scope.spawn(|| pair.get("late").unwrap().bytes().unwrap().to_vec());
+            while pair.sender.health().offers.parked == 0 {
+                thread::yield_now();
+            }
+            pair.put("late", b"worth the wait");
+            assert_eq!(getter.join().unwrap(), b"worth the wait");
+        });
+        let late = pair.receiver.get(
+            &edge(),
+            "never",
+            GetOptions::until(Deadline::after(Duration::from_millis(80))),
+        );
+        let error = late.unwrap_err();
+        assert!(matches!(error.kind(), ErrorKind::NotFound | ErrorKind::DeadlineExceeded), "{error}");
+        pair.assert_whole();
+    }
+}
+
+#[test]
+fn a_ticket_says_where_a_payload_is() {
+    let sender = build(config(Role::Sender));
+    let receiver = build(config(Role::Receiver));
+    let ticket = sender.put(&edge(), "k", &b"abc"[..], PutOptions::default()).unwrap();
+    let error = receiver.get(&edge(), "k", GetOptions::until(soon())).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidConfig, "no producer is configured");
+    let options = GetOptions { source: Source::Ticket(&ticket), ..GetOptions::until(soon()) };
+    assert_eq!(receiver.get(&edge(), "k", options).unwrap().bytes().unwrap(), b"abc");
+    let json = serde_json::to_value(&ticket).unwrap();
+    assert_eq!(json["data_size"], 3);
+    assert_eq!(json["is_fast_path"], true);
+}
+
+#[test]
+fn each_declared_consumer_is_served_and_the_next_is_told_why_not() {
+    for transport in ["shm", "tcp"] {
+        let pair = Pair::by(transport);
+        let bytes = pattern::bytes(9, 3 << 20);
+        let options = PutOptions { consumers: NonZeroU32::new(3), ..PutOptions::default() };
+        pair.sender.put(&edge(), "fan", bytes.as_slice(), options).unwrap();
+        thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| assert!(pair.get("fan").unwrap().bytes().unwrap() == bytes));
+            }
+        });
+        let error = pair.get("fan").unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Expired, "{transport}: {error}");
+        pair.assert_whole();
+    }
+}
+
+#[test]
+fn a_full_pool_waits_for_room_until_the_deadline() {
+    let pair = Pair::by("shm");
+    let big = vec![7_u8; 40 << 20];
+    pair.put("first", &big);
+    let options =
+        PutOptions { deadline: Some(Deadline::after(Duration::from_millis(50))), ..PutOptions::default() };
+    let error = pair.sender.put(&edge(), "second", big.as_slice(), options).unwrap_err();
+    assert!(matches!(error.kind(), ErrorKind::DeadlineExceeded | ErrorKind::PoolFull), "{error}");
+    thread::scope(|scope| {
+        let putter = scope.spawn(|| {
+            let options = PutOptions { deadline: Some(soon()), ..PutOptions::default() };
+            pair.sender.put(&edge(), "second", big.as_slice(), options).unwrap();
+        });
+        drop(pair.get("first").unwrap());
+        putter.join().unwrap();
+    });
+    drop(pair.get("second").unwrap());
+    let error =
+        pair.sender.put(&edge(), "huge", vec![0_u8; 65 << 20].as_slice(), PutOptions::default()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::TooLarge);
+    pair.assert_whole();
+}
+
+#[test]
+fn a_dead_port_is_answered_with_its_reason_in_time() {
+    let receiver = build(config(Role::Receiver));
+    let port = {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        listener.local_addr().unwrap().port()
+    };
+    let start = Instant::now();
+    let options = GetOptions { source: Source::At("127.0.0.1", port), ..GetOptions::until(soon()) };
+    let error = receiver.get(&edge(), "k", options).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::PeerUnreachable, "{error}");
+    assert!(start.elapsed() < Duration::from_secs(3));
+    assert_eq!(receiver.health().errors, 1);
+}
+
+#[test]
+fn a_small_get_is_not_stuck_behind_large_ones() {
+    let pair = Pair::with(|config| {
+        config.transport = "require:tcp".parse().unwrap();
+        config.memory_pool_size = 512 << 20;
+    });
+    let big = vec![1_u8; 100 << 20];
+    for index in 0..4 {
+        pair.put(&format!("big{index}"), &big);
+    }
+    pair.put("small", b"x");
+    let done = &AtomicBool::new(false);
+    thread::scope(|scope| {
+        let getters: Vec<_> = (0..4)
+            .map(|index| {
+                let pair = &pair;
+                scope.spawn(move || {
+                    let got = pair.get(&format!("big{index}")).unwrap();
+                    assert!(done.load(Ordering::SeqCst) || got.len() == 100 << 20);
+                    Instant::now()
+                })
+            })
+            .collect();
+        while pair.sender.health().offers.claims < 4 {
+            thread::yield_now();
+        }
+        assert_eq!(pair.get("small").unwrap().bytes().unwrap(), b"x");
+        let small = Instant::now();
+        done.store(true, Ordering::SeqCst);
+        let last = getters.into_iter().map(|getter| getter.join().unwrap()).max().unwrap();
+        assert!(small < last, "the small one came while large ones were under way");
+    });
+    pair.assert_whole();
+}
+
+#[test]
+fn closing_never_hangs_and_says_closed_afterwards() {
+    let pair = Pair::by("tcp");
+    pair.put("k", &[1; 1000]);
+    thread::scope(|scope| {
+        // A thread that has used the connector and lives on, and one that waits.
+        let waiting = scope.spawn(|| pair.get("never"));
+        while pair.sender.health().offers.parked == 0 {
+            thread::yield_now();
+        }
+        let start = Instant::now();
+        pair.sender.close();
+        pair.receiver.close();
+        pair.receiver.close();
+        assert!(start.elapsed() < Duration::from_secs(10));
+        assert!(waiting.join().unwrap().is_err());
+    });
+    assert_eq!(pair.get("k").unwrap_err().kind(), ErrorKind::Closed);
+    let put = pair.sender.put(&edge(), "k", &b"x"[..], PutOptions::default());
+    assert_eq!(put.unwrap_err().kind(), ErrorKind::Closed);
+}
+
+#[test]
+fn a_bind_failure_surfaces_in_the_builder() {
+    let taken = build(config(Role::Sender));
+    let (_, port) = taken.address().unwrap();
+    let error =
+        Connector::builder().config(ConnectorConfig { zmq_port: port, ..config(Role::Sender) }).build();
+    let error = error.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Io);
+    assert!(error.to_string().contains(&port.to_string()), "{error}");
+}
+
+#[test]
+fn roles_are_kept() {
+    let pair = Pair::by("tcp");
+    let put = pair.receiver.put(&edge(), "k", &b"x"[..], PutOptions::default());
+    assert_eq!(put.unwrap_err().kind(), ErrorKind::AccessDenied);
+    let get = pair.sender.get(&edge(), "k", GetOptions::until(soon()));
+    assert_eq!(get.unwrap_err().kind(), ErrorKind::AccessDenied);
+}
+
+#[test]
+fn a_get_can_be_awaited() {
+    let pair = Pair::by("shm");
+    pair.put("k", b"async");
+    let (edge, options) = (edge(), GetOptions::until(soon()));
+    let got = pollster::block_on(pair.receiver.get_async(&edge, "k", options)).unwrap();
+    assert_eq!(got.bytes().unwrap(), b"async");
+}
+
+#[test]
+fn checksums_are_compared_at_the_far_end() {
+    for transport in ["shm", "tcp"] {
+        let pair = Pair::with(|config| {
+            config.transport = format!("require:{transport}").parse().unwrap();
+            config.checksum = Checksum::Full;
+        });
+        let bytes = pattern::bytes(3, 5 << 20);
+        pair.put("k", &bytes);
+        assert!(pair.get("k").unwrap().bytes().unwrap() == bytes);
+    }
+}
+
+#[test]
+fn many_threads_put_and_get_and_the_pools_are_whole_at_the_end() {
+    for transport in ["shm", "tcp"] {
+        let pair = Pair::by(transport);
+        thread::scope(|scope| {
+            for thread in 0..8_u64 {
+                let pair = &pair;
+                scope.spawn(move || {
+                    let mut random = Random::new(thread);
+                    for round in 0..30_u64 {
+                        let seed = thread << 32 | round;
+                        let len = 1 + random.below(300_000) as usize;
+                        let key = format!("{thread}/{round}");
+                        pair.put(&key, &pattern::bytes(seed, len));
+                        let got = pair.get(&key).unwrap();
+                        assert_eq!(pattern::check(seed, got.bytes().unwrap()), None);
+                    }
+                });
+            }
+        });
+        pair.assert_whole();
+    }
+}
+
+/// A process that offers or gets as it is told.
+#[test]
+fn peer_stage() {
+    let Some(child) = peer::child() else { return };
+    let (role, host, port): (String, String, u16) = child.arguments().unwrap();
+    if role == "sender" {
+        let sender = build(config(Role::Sender));
+        sender.put(&edge(), "k", pattern::bytes(1, 32 << 20).as_slice(), PutOptions::default()).unwrap();
+        child.send(&sender.address().unwrap()).unwrap();
+        let _ = child.receive::<u64>(Deadline::NEVER);
+    } else {
+        let receiver = build(config(Role::Receiver));
+        let options = GetOptions {
+            source: Source::At(&host, port),
+            lease: role == "leaser",
+            ..GetOptions::until(soon())
+        };
+        let got = receiver.get(&edge(), "k", options);
+        child.send(&got.is_ok()).unwrap();
+        let _ = child.receive::<u64>(Deadline::NEVER);
+    }
+}
+
+#[test]
+fn a_killed_producer_ends_gets_with_a_reason_and_the_next_one_serves() {
+    for transport in ["shm", "tcp"] {
+        let receiver = build(ConnectorConfig {
+            transport: format!("require:{transport}").parse().unwrap(),
+            ..config(Role::Receiver)
+        });
+        for kill in [true, false] {
+            let process = peer::spawn("peer_stage", &("sender", "", 0)).unwrap();
+            let (host, port): (String, u16) = process.receive(soon()).unwrap();
+            let options = GetOptions { source: Source::At(&host, port), ..GetOptions::until(soon()) };
+            if kill {
+                process.kill9();
+                process.wait(soon()).unwrap();
+                let start = Instant::now();
+                let error = receiver.get(&edge(), "k", options).unwrap_err();
+                assert!(matches!(error.kind(), ErrorKind::PeerUnreachable | ErrorKind::PeerGone), "{error}");
+                assert!(start.elapsed() < Duration::from_secs(10));
+            } else {
+                let got = receiver.get(&edge(), "k", options).unwrap();
+                assert_eq!(pattern::check(1, got.bytes().unwrap()), None);
+            }
+        }
+        assert!(receiver.health().pool.is_whole());
+    }
+}
+
+#[test]
+fn a_killed_leaser_gives_the_payload_back() {
+    let sender = build(config(Role::Sender));
+    let (host, port) = sender.address().unwrap();
+    sender.put(&edge(), "k", pattern::bytes(1, 1 << 20).as_slice(), PutOptions::default()).unwrap();
+    let process = peer::spawn("peer_stage", &("leaser", host, port)).unwrap();
+    assert!(process.receive::<bool>(soon()).unwrap());
+    process.kill9();
+    process.wait(soon()).unwrap();
+    // Its place is given back when its lease has run out: then somebody else is served.
+    let receiver = build(config(Role::Receiver));
+    let (host, port) = sender.address().unwrap();
+    let options = GetOptions { source: Source::At(&host, port), ..GetOptions::until(soon()) };
+    let got = receiver.get(&edge(), "k", options).unwrap();
+    assert_eq!(pattern::check(1, got.bytes().unwrap()), None);
+}
