@@ -1,0 +1,124 @@
+//! Sizes and durations as people write them.
+
+use std::time::Duration;
+
+/// What each unit of size stands for, in bytes, largest first.
+const SIZES: &[(&str, u64)] = &[
+    ("TiB", 1 << 40),
+    ("GiB", 1 << 30),
+    ("MiB", 1 << 20),
+    ("KiB", 1 << 10),
+    ("TB", 1_000_000_000_000),
+    ("GB", 1_000_000_000),
+    ("MB", 1_000_000),
+    ("KB", 1_000),
+    ("B", 1),
+    ("", 1),
+];
+
+/// What each unit of time stands for, in microseconds.
+const TIMES: &[(&str, u64)] =
+    &[("us", 1), ("ms", 1_000), ("s", 1_000_000), ("m", 60_000_000), ("h", 3_600_000_000)];
+
+/// Reads a size: `4096`, `64KiB`, `190MiB`, `1GB`.
+pub(crate) fn parse_size(text: &str) -> Result<u64, String> {
+    let accepted = "a whole number with one of B, KiB, MiB, GiB, TiB (powers of 1024), KB, MB, GB, TB (powers of 1000)";
+    parse(text, SIZES).ok_or_else(|| format!("not a size; accepted: {accepted}"))
+}
+
+/// Reads a size that is not zero.
+pub(crate) fn parse_positive_size(text: &str) -> Result<u64, String> {
+    match parse_size(text)? {
+        0 => Err("accepted: at least 1 byte".to_owned()),
+        size => Ok(size),
+    }
+}
+
+/// Reads a duration: `500ms`, `3s`, `2m`.
+pub(crate) fn parse_duration(text: &str) -> Result<Duration, String> {
+    match parse(text, TIMES) {
+        Some(micros) if micros > 0 => Ok(Duration::from_micros(micros)),
+        _ => Err("not a duration; accepted: a whole number above 0 with one of us, ms, s, m, h".to_owned()),
+    }
+}
+
+fn parse(text: &str, units: &[(&str, u64)]) -> Option<u64> {
+    let digits = text.bytes().take_while(u8::is_ascii_digit).count();
+    let (number, unit) = text.split_at(digits);
+    let number: u64 = number.parse().ok()?;
+    let (_, scale) = units.iter().find(|(name, _)| name.eq_ignore_ascii_case(unit.trim_start()))?;
+    number.checked_mul(*scale)
+}
+
+/// A size in the largest power of 1024 that leaves no rest, such as `4 KiB`.
+pub(crate) fn size(bytes: u64) -> String {
+    let exact = |(_, scale): &&(&str, u64)| scale.is_power_of_two() && bytes >= *scale && bytes.is_multiple_of(*scale);
+    match SIZES.iter().filter(|(name, _)| !name.is_empty()).find(exact) {
+        Some((unit, scale)) => format!("{} {unit}", bytes / scale),
+        None => format!("{bytes} B"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_in_every_unit() {
+        for (text, bytes) in [
+            ("0", 0),
+            ("4096", 4096),
+            ("17B", 17),
+            ("64KiB", 64 << 10),
+            ("190MiB", 190 << 20),
+            ("1 GiB", 1 << 30),
+            ("2gb", 2_000_000_000),
+            ("3KB", 3000),
+        ] {
+            assert_eq!(parse_size(text), Ok(bytes), "{text}");
+        }
+        for text in ["", "KiB", "1.5MiB", "-1", "12 Q", "1 MiB x", "99999999999TiB", "18446744073709551616"] {
+            assert!(parse_size(text).unwrap_err().contains("MiB"), "{text}");
+        }
+        assert!(parse_positive_size("0").is_err());
+    }
+
+    #[test]
+    fn durations_are_read_in_every_unit() {
+        for (text, duration) in [
+            ("250us", Duration::from_micros(250)),
+            ("500ms", Duration::from_millis(500)),
+            ("3s", Duration::from_secs(3)),
+            ("2m", Duration::from_secs(120)),
+        ] {
+            assert_eq!(parse_duration(text), Ok(duration), "{text}");
+        }
+        for text in ["", "3", "0s", "1.5s", "3 years"] {
+            assert!(parse_duration(text).unwrap_err().contains("ms"), "{text}");
+        }
+    }
+
+    #[test]
+    fn sizes_are_written_without_loss() {
+        assert_eq!(size(0), "0 B");
+        assert_eq!(size(4096), "4 KiB");
+        assert_eq!(size(256 << 20), "256 MiB");
+        assert_eq!(size(194_969_600), "190400 KiB");
+        assert_eq!(size(1000), "1000 B");
+    }
+
+    proptest! {
+        #[test]
+        fn a_written_size_is_read_back(bytes: u64) {
+            prop_assert_eq!(parse_size(&size(bytes)), Ok(bytes));
+        }
+
+        #[test]
+        fn no_text_is_too_strange(text: String) {
+            let _ = parse_size(&text);
+            let _ = parse_duration(&text);
+        }
+    }
+}
