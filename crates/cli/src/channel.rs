@@ -24,7 +24,8 @@ pub(crate) fn receive<T: DeserializeOwned>(from: &mut BufReader<impl Read>) -> i
         return Ok(None);
     }
     if !line.ends_with('\n') {
-        let why = if read as u64 == MAX_LINE_BYTES { "a line is too long" } else { "the last line does not end" };
+        let why =
+            if read as u64 == MAX_LINE_BYTES { "a line is too long" } else { "the last line does not end" };
         return Err(io::Error::new(io::ErrorKind::InvalidData, why));
     }
     serde_json::from_str(&line).map(Some).map_err(io::Error::from)

@@ -66,8 +66,9 @@ impl Peer {
     /// The child's next message, within `patience`.
     pub(crate) fn receive<T: DeserializeOwned>(&mut self, patience: Duration) -> Outcome<T> {
         match self.answers.recv_timeout(patience) {
-            Ok(Ok(Some(value))) => serde_json::from_value(value)
-                .map_err(|error| Failure::Failed(format!("the {} said something strange: {error}", self.name))),
+            Ok(Ok(Some(value))) => serde_json::from_value(value).map_err(|error| {
+                Failure::Failed(format!("the {} said something strange: {error}", self.name))
+            }),
             Ok(Err(error)) if error.kind() == io::ErrorKind::InvalidData => {
                 Err(Failure::Failed(format!("the {} said something strange: {error}", self.name)))
             }

@@ -2,7 +2,7 @@
 
 /// Fills `bytes` with those of `seed`. Equal seeds give equal bytes, whatever the length.
 pub(crate) fn fill(seed: u64, bytes: &mut [u8]) {
-    let (words, rest) = bytes.as_chunks_mut();
+    let (words, rest) = bytes.as_chunks_mut::<8>();
     for (index, to) in words.iter_mut().enumerate() {
         *to = word(seed, index as u64);
     }
@@ -12,7 +12,7 @@ pub(crate) fn fill(seed: u64, bytes: &mut [u8]) {
 /// The offset of the first byte that is not what [`fill`] wrote, or `None` when all are.
 pub(crate) fn difference(seed: u64, bytes: &[u8]) -> Option<usize> {
     let first = |a: &[u8], b: &[u8]| a.iter().zip(b).position(|(a, b)| a != b);
-    let (words, rest) = bytes.as_chunks();
+    let (words, rest) = bytes.as_chunks::<8>();
     for (index, got) in words.iter().enumerate() {
         if let Some(at) = first(got, &word(seed, index as u64)) {
             return Some(index * 8 + at);

@@ -22,7 +22,8 @@ const TIMES: &[(&str, u64)] =
 
 /// Reads a size: `4096`, `64KiB`, `190MiB`, `1GB`.
 pub(crate) fn parse_size(text: &str) -> Result<u64, String> {
-    let accepted = "a whole number with one of B, KiB, MiB, GiB, TiB (powers of 1024), KB, MB, GB, TB (powers of 1000)";
+    let accepted =
+        "a whole number with one of B, KiB, MiB, GiB, TiB (powers of 1024), KB, MB, GB, TB (powers of 1000)";
     parse(text, SIZES).ok_or_else(|| format!("not a size; accepted: {accepted}"))
 }
 
@@ -52,7 +53,9 @@ fn parse(text: &str, units: &[(&str, u64)]) -> Option<u64> {
 
 /// A size in the largest power of 1024 that leaves no rest, such as `4 KiB`.
 pub(crate) fn size(bytes: u64) -> String {
-    let exact = |(_, scale): &&(&str, u64)| scale.is_power_of_two() && bytes >= *scale && bytes.is_multiple_of(*scale);
+    let exact = |(_, scale): &&(&str, u64)| {
+        scale.is_power_of_two() && bytes >= *scale && bytes.is_multiple_of(*scale)
+    };
     match SIZES.iter().filter(|(name, _)| !name.is_empty()).find(exact) {
         Some((unit, scale)) => format!("{} {unit}", bytes / scale),
         None => format!("{bytes} B"),

@@ -56,9 +56,9 @@ impl Meter {
 }
 
 impl Latencies {
+    #[expect(clippy::expect_used, reason = "these bounds are constants that hdrhistogram accepts")]
     pub(crate) fn new() -> Self {
-        // These bounds are always accepted; the fallback is a histogram that grows by itself.
-        Self(Histogram::new_with_bounds(1, LONGEST_NANOS, 3).unwrap_or_else(|_| growing()))
+        Self(Histogram::new_with_bounds(1, LONGEST_NANOS, 3).expect("bounds of a histogram"))
     }
 
     /// Adds a batch.

@@ -5,7 +5,7 @@
 //! by one byte. A stream is one exchange of many bytes, a ping-pong many exchanges of few.
 
 use std::io::{self, ErrorKind, Read, Write};
-use std::net::{SocketAddr, TcpStream};
+use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -122,9 +122,10 @@ impl StreamLimit {
 
     /// The best stream, with the latency of the ping-pong.
     pub(crate) fn best(&self) -> Limit {
-        let streams = self.streams.iter().map(|(call, _, meter)| {
-            (format!("TCP stream, calls of {}", units::size(*call as u64)), meter)
-        });
+        let streams = self
+            .streams
+            .iter()
+            .map(|(call, _, meter)| (format!("TCP stream, calls of {}", units::size(*call as u64)), meter));
         Limit { p50_us: self.ping_pong.quantile_us(0.5), ..Limit::best(streams) }
     }
 }
@@ -202,7 +203,9 @@ impl Line {
             match self.stream.write(bytes) {
                 Ok(0) => return Err(ErrorKind::WriteZero.into()),
                 Ok(written) => bytes = &bytes[written..],
-                Err(error) if error.kind() == ErrorKind::WouldBlock => self.block(PollFlags::OUT, PATIENCE)?,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    self.block(PollFlags::OUT, PATIENCE)?
+                }
                 Err(error) => return Err(error),
             }
         }
@@ -246,11 +249,6 @@ impl Line {
     }
 }
 
-/// Connects to a far end within the usual patience.
-pub(crate) fn connect(address: SocketAddr) -> io::Result<TcpStream> {
-    TcpStream::connect_timeout(&address, PATIENCE)
-}
-
 #[cfg(test)]
 mod tests {
     use std::net::TcpListener;
@@ -269,7 +267,8 @@ mod tests {
         });
         for read in [false, true] {
             let mut limit =
-                StreamLimit::new(connect(address).unwrap(), read, 100_000, Duration::from_micros(20)).unwrap();
+                StreamLimit::new(TcpStream::connect(address).unwrap(), read, 100_000, Duration::from_micros(20))
+                    .unwrap();
             limit.round(Duration::from_millis(4)).unwrap();
             limit.round(Duration::from_millis(4)).unwrap();
             let best = limit.best();

@@ -1,0 +1,90 @@
+#![doc = include_str!("../README.md")]
+
+mod bench;
+mod channel;
+mod child;
+mod outcome;
+mod pattern;
+mod table;
+mod units;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use tracing_subscriber::EnvFilter;
+
+use crate::outcome::{Failure, Outcome};
+
+/// What to log, in the syntax of `tracing_subscriber::EnvFilter`.
+const LOG_VARIABLE: &str = "POSTHORSE_LOG";
+
+/// Shows, measures and strains tensor transfers on the machines at hand.
+#[derive(Debug, Parser)]
+#[command(
+    name = "posthorse",
+    version,
+    after_help = "Exit status: 0 done and verified, 1 a failed or unverified transfer or check, 2 wrong usage, 3 not \
+                  available on this host.\nPOSTHORSE_LOG=debug logs to standard error what happens inside."
+)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Measure transfers side by side with what the machine can do at best
+    #[command(subcommand, after_help = BENCH_EXAMPLES)]
+    Bench(bench::Bench),
+}
+
+const BENCH_EXAMPLES: &str = "Examples:
+  posthorse bench local --json rows.jsonl          every transport, both operations, on this host
+  posthorse bench local --transport shm --op write --block 4KiB --batch 64 --duration 1s
+  posthorse bench target --listen 0.0.0.0:4789     on one machine, and on another:
+  posthorse bench initiator --target 192.0.2.7:4789
+  posthorse bench report rows.jsonl -o report.html";
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    match start_log().and_then(|()| run(&cli.command)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            if let Some(message) = failure.message() {
+                eprintln!("error: {message}");
+            }
+            failure.exit_code()
+        }
+    }
+}
+
+fn run(command: &Command) -> Outcome {
+    child::follow_parent()?;
+    match command {
+        Command::Bench(bench) => bench::run(bench),
+    }
+}
+
+fn start_log() -> Outcome {
+    let filter = match std::env::var(LOG_VARIABLE) {
+        Ok(text) => EnvFilter::try_new(&text).map_err(|error| {
+            let accepted = "a level such as warn or debug, or directives such as posthorse_tcp=debug";
+            Failure::Usage(format!("{LOG_VARIABLE} is {text:?}: {error}; accepted: {accepted}"))
+        })?,
+        Err(_) => EnvFilter::new("error"),
+    };
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+}
