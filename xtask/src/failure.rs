@@ -9,6 +9,8 @@ pub(crate) enum Failure {
     Reported,
     /// A check failed for this reason. Status 1.
     Check(String),
+    /// A command that was run ended with this status, and has said why itself.
+    Status(u8),
     /// This host lacks what the command needs. Status 3.
     Unavailable(String),
 }
@@ -17,7 +19,7 @@ impl Failure {
     /// What is still to be printed.
     pub(crate) fn message(&self) -> Option<&str> {
         match self {
-            Self::Reported => None,
+            Self::Reported | Self::Status(_) => None,
             Self::Check(message) | Self::Unavailable(message) => Some(message),
         }
     }
@@ -27,6 +29,7 @@ impl Failure {
         ExitCode::from(match self {
             Self::Reported | Self::Check(_) => 1,
             Self::Unavailable(_) => 3,
+            Self::Status(status) => *status,
         })
     }
 }

@@ -4,14 +4,16 @@
 mod failure;
 mod layers;
 mod process;
+mod product;
 mod test;
 mod tidy;
 mod workspace;
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{Args, Parser, Subcommand};
 
 /// Exit status: 0 done and verified, 1 a check failed, 2 wrong usage, 3 not available on this host.
 #[derive(Debug, Parser)]
@@ -23,6 +25,15 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Exchange tensors between two processes and check every byte: `posthorse demo`
+    #[command(disable_help_flag = true)]
+    Demo(Arguments),
+    /// Measure transfers beside what the machine can do: `posthorse bench`
+    #[command(disable_help_flag = true)]
+    Bench(Arguments),
+    /// Strain two processes with puts and gets for long: `posthorse soak`
+    #[command(disable_help_flag = true)]
+    Soak(Arguments),
     /// Run the checks and test suites that any Linux machine can run
     Test {
         /// Also run what needs more: loom models, Miri, examples, benchmarks
@@ -37,8 +48,18 @@ enum Command {
     },
 }
 
+/// What is handed to the command as it is, `--help` too.
+#[derive(Debug, Args)]
+struct Arguments {
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "ARGUMENT")]
+    arguments: Vec<OsString>,
+}
+
 fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
+        Command::Demo(args) => product::run("demo", &args.arguments),
+        Command::Bench(args) => product::run("bench", &args.arguments),
+        Command::Soak(args) => product::run("soak", &args.arguments),
         Command::Test { all } => test::run(all),
         Command::CheckLayers { manifest_path } => layers::run(manifest_path.as_deref()),
     };

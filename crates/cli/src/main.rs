@@ -3,8 +3,11 @@
 mod bench;
 mod channel;
 mod child;
+mod demo;
 mod outcome;
 mod pattern;
+mod soak;
+mod stage;
 mod table;
 mod units;
 
@@ -33,10 +36,31 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Exchange tensors between two processes, in every way there is, and check every byte
+    #[command(after_help = DEMO_EXAMPLES)]
+    Demo(demo::DemoArgs),
+    /// The demo's second process
+    #[command(hide = true)]
+    DemoConsumer,
     /// Measure transfers side by side with what the machine can do at best
     #[command(subcommand, after_help = BENCH_EXAMPLES)]
     Bench(bench::Bench),
+    /// Strain two processes with puts and gets from many threads, and check every byte
+    #[command(after_help = SOAK_EXAMPLES)]
+    Soak(soak::SoakArgs),
+    /// The soak test's second process
+    #[command(hide = true)]
+    SoakConsumer,
 }
+
+const SOAK_EXAMPLES: &str = "Examples:
+  posthorse soak                                   a minute, 16 threads, 1 B to 64 MiB
+  posthorse soak --duration 10m --chaos            and the consumer is killed again and again";
+
+const DEMO_EXAMPLES: &str = "Examples:
+  posthorse demo                                   a KV cache of 195 MB, by the best transport there is
+  posthorse demo --transport tcp --size 16MiB --count 20
+  posthorse demo --input model.safetensors --json";
 
 const BENCH_EXAMPLES: &str = "Examples:
   posthorse bench local --json rows.jsonl          every transport, both operations, on this host
@@ -50,9 +74,7 @@ fn main() -> ExitCode {
     match start_log().and_then(|()| run(&cli.command)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
-            if let Some(message) = failure.message() {
-                eprintln!("error: {message}");
-            }
+            eprintln!("error: {}", failure.message());
             failure.exit_code()
         }
     }
@@ -61,8 +83,17 @@ fn main() -> ExitCode {
 fn run(command: &Command) -> Outcome {
     child::follow_parent()?;
     match command {
+        Command::Demo(args) => demo::run(args),
+        Command::DemoConsumer => demo::run_consumer(),
         Command::Bench(bench) => bench::run(bench),
+        Command::Soak(args) => soak::run(args),
+        Command::SoakConsumer => soak::run_consumer(),
     }
+}
+
+/// A seed that no earlier run had.
+fn random() -> Outcome<u64> {
+    getrandom::u64().map_err(|error| Failure::Failed(format!("draw a random number: {error}")))
 }
 
 fn start_log() -> Outcome {

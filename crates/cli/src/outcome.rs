@@ -7,8 +7,6 @@ use std::process::ExitCode;
 /// Why the command failed, and with which exit status.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Failure {
-    /// A transfer or check failed, and everything about it has been printed already. Status 1.
-    Reported,
     /// A transfer or check failed for this reason. Status 1.
     Failed(String),
     /// The command line asks for what cannot be. Status 2, as for what clap finds itself.
@@ -24,23 +22,28 @@ impl Failure {
     /// The exit status of the process.
     pub(crate) fn exit_code(&self) -> ExitCode {
         ExitCode::from(match self {
-            Self::Reported | Self::Failed(_) => 1,
+            Self::Failed(_) => 1,
             Self::Usage(_) => 2,
             Self::Unavailable(_) => 3,
         })
     }
 
-    /// What is still to be printed.
-    pub(crate) fn message(&self) -> Option<&str> {
+    /// What is to be printed.
+    pub(crate) fn message(&self) -> &str {
         match self {
-            Self::Reported => None,
-            Self::Failed(message) | Self::Usage(message) | Self::Unavailable(message) => Some(message),
+            Self::Failed(message) | Self::Usage(message) | Self::Unavailable(message) => message,
         }
     }
 
     /// The failure of `what` by the operating system.
     pub(crate) fn io(what: impl fmt::Display) -> impl FnOnce(io::Error) -> Self {
         move |error| Self::Failed(format!("{what}: {error}"))
+    }
+}
+
+impl From<posthorse_core::Error> for Failure {
+    fn from(error: posthorse_core::Error) -> Self {
+        Self::Failed(error.to_string())
     }
 }
 
@@ -52,11 +55,9 @@ mod tests {
     fn each_failure_has_its_exit_status() {
         let code = |failure: Failure| format!("{:?}", failure.exit_code());
         let status = |status: u8| format!("{:?}", ExitCode::from(status));
-        assert_eq!(code(Failure::Reported), status(1));
         assert_eq!(code(Failure::Failed("x".into())), status(1));
         assert_eq!(code(Failure::Usage("x".into())), status(2));
         assert_eq!(code(Failure::Unavailable("x".into())), status(3));
-        assert_eq!(Failure::Reported.message(), None);
-        assert_eq!(Failure::Usage("x".into()).message(), Some("x"));
+        assert_eq!(Failure::Usage("x".into()).message(), "x");
     }
 }

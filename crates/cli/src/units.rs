@@ -62,6 +62,22 @@ pub(crate) fn size(bytes: u64) -> String {
     }
 }
 
+/// Four significant digits of a measured value: more would be noise.
+pub(crate) fn significant(value: f64) -> f64 {
+    if value == 0.0 || !value.is_finite() {
+        return 0.0;
+    }
+    let decimals = 3 - value.abs().log10().floor() as i32;
+    // By way of text, since scaling up and down would leave a rest.
+    match usize::try_from(decimals) {
+        Ok(decimals) => format!("{value:.decimals$}").parse().unwrap_or(value),
+        Err(_) => {
+            let scale = 10_f64.powi(-decimals);
+            (value / scale).round() * scale
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -110,6 +126,17 @@ mod tests {
         assert_eq!(size(256 << 20), "256 MiB");
         assert_eq!(size(194_969_600), "190400 KiB");
         assert_eq!(size(1000), "1000 B");
+    }
+
+    #[test]
+    fn four_digits_are_kept() {
+        for (value, kept) in
+            [(0.0, 0.0), (12.3456, 12.35), (0.000_123_456, 0.000_123_5), (1_234_567.0, 1_235_000.0)]
+        {
+            assert!((significant(value) - kept).abs() <= kept * 1e-9, "{value}");
+        }
+        assert_eq!(significant(0.015_923_999_999_999_997).to_string(), "0.01592");
+        assert_eq!(significant(f64::NAN), 0.0);
     }
 
     proptest! {

@@ -4,11 +4,10 @@ use std::net::IpAddr;
 
 use posthorse_buffer::{ManagedBuffer, Pool, PoolConfig};
 use posthorse_core::{Access, Error};
-use posthorse_engine::{EngineConfig, RegisteredMemory, TransferEngine};
+use posthorse_engine::{RegisteredMemory, TransferEngine};
 use posthorse_memory::MemoryOptions;
-use rustix::time::{ClockId, clock_gettime};
 
-use crate::outcome::Failure;
+use crate::stage;
 
 /// An engine with one region, all of which is one buffer.
 #[derive(Debug)]
@@ -21,7 +20,7 @@ pub(crate) struct End {
 impl End {
     /// An engine that listens at `address` (all of this host's when unspecified), and memory of `bytes`.
     pub(crate) fn new(address: IpAddr, bytes: u64, access: Access) -> Result<Self, Error> {
-        let engine = TransferEngine::builder().config(config(address)).build()?;
+        let engine = TransferEngine::builder().config(stage::engine_config(address)).build()?;
         let size = usize::try_from(bytes)
             .map_err(|_| Error::invalid_argument("memory", bytes, "what this host can address"))?;
         let memory = MemoryOptions::new(size).shared(true).allocate()?;
@@ -46,45 +45,11 @@ impl End {
     }
 }
 
-/// An engine's configuration for one address of this host.
-pub(crate) fn config(address: IpAddr) -> EngineConfig {
-    let mut config = EngineConfig::default();
-    if !address.is_unspecified() {
-        config.advertise = address.to_string();
-        config.handshake.bind = vec![address];
-        if let Some(tcp) = &mut config.tcp {
-            tcp.bind = vec![address];
-        }
-    }
-    config
-}
-
-/// The processor time that this process has used, in seconds.
-pub(crate) fn cpu_seconds() -> f64 {
-    let time = clock_gettime(ClockId::ProcessCPUTime);
-    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
-}
-
-impl From<Error> for Failure {
-    fn from(error: Error) -> Self {
-        Self::Failed(error.to_string())
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::net::Ipv4Addr;
 
     use super::*;
-
-    #[test]
-    fn processor_time_passes() {
-        let before = cpu_seconds();
-        let mut value = 1_u64;
-        while cpu_seconds() <= before {
-            value = std::hint::black_box(value.wrapping_mul(3));
-        }
-    }
 
     #[test]
     fn ranges_outside_of_the_memory_are_refused() {

@@ -10,19 +10,19 @@ use posthorse_core::{
 };
 use posthorse_engine::{Segment, SubmitOptions};
 
-use super::end::{End, cpu_seconds};
+use super::SPIN;
+use super::end::End;
 use super::grid::{Grid, Op, ROUNDS, Transport};
 use super::limits::{Areas, Limit, MemoryLimit, StreamLimit};
 use super::meter::{Latencies, Meter, Round};
-use super::row::{Cell, Row, RowFile, render};
+use super::row::{Cell, Row, RowFile, progress, render};
 use super::target::{Answer, Ask, Connection, strange};
 use crate::outcome::{Failure, Outcome};
 use crate::pattern;
+use crate::stage::cpu_seconds;
 
 /// How long a transfer of any size may take before the bench gives it up.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// How long the bare loops spin before they block: as long as the TCP transport does.
-const SPIN: Duration = Duration::from_micros(50);
 
 /// The arguments of `bench initiator`.
 #[derive(Debug, Args)]
@@ -64,14 +64,6 @@ pub(crate) fn measure(suite: &'static str, address: SocketAddr, grid: &Grid) -> 
     }
     print!("{}", render(&rows));
     Ok(())
-}
-
-fn progress(row: &Row) -> String {
-    let size = crate::units::size(row.block_bytes);
-    format!(
-        "{} {} {size} x {}, {} threads: {} GB/s, p50 {} us, {} of the limit",
-        row.transport, row.op, row.batch, row.threads, row.gb_per_s, row.p50_us, row.ratio_to_limit
-    )
 }
 
 struct Initiator {
@@ -162,7 +154,7 @@ impl Initiator {
 
     /// Makes one batch, and checks that every byte of it is where it should be.
     fn verify(&mut self, op: Op, route: Route, cell: &Cell) -> Outcome {
-        let (len, seed) = (cell.block * cell.batch, random()?);
+        let (len, seed) = (cell.block * cell.batch, crate::random()?);
         let fill = |seed| Ask::Fill { seed, offset: 0, len };
         // The destination holds something else before.
         match op {
@@ -331,9 +323,4 @@ fn run_threads(shape: &Shape<'_>, part: u64, cursors: &mut [u64], duration: Dura
         round.elapsed = end.duration_since(begin);
     }
     Ok(round)
-}
-
-/// A seed that no earlier run had.
-fn random() -> Outcome<u64> {
-    getrandom::u64().map_err(|error| Failure::Failed(format!("draw a random number: {error}")))
 }

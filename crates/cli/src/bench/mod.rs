@@ -6,13 +6,19 @@ mod initiator;
 mod limits;
 mod local;
 mod meter;
+mod omni;
 mod report;
 mod row;
 mod target;
 
+use std::time::Duration;
+
 use clap::Subcommand;
 
 use crate::outcome::Outcome;
+
+/// How long the bare loops spin before they block: as long as the TCP transport does.
+const SPIN: Duration = Duration::from_micros(50);
 
 /// The benches.
 #[derive(Debug, Subcommand)]
@@ -23,6 +29,8 @@ pub(crate) enum Bench {
     Initiator(initiator::InitiatorArgs),
     /// Measure both ends on this host
     Local(local::LocalArgs),
+    /// Measure the connector's modes between two processes of this host
+    Omni(omni::OmniArgs),
     /// Make one page of plots and tables from what `--json` wrote
     Report(report::ReportArgs),
 }
@@ -33,6 +41,7 @@ pub(crate) fn run(bench: &Bench) -> Outcome {
         Bench::Target(args) => target::run(args),
         Bench::Initiator(args) => initiator::run(args),
         Bench::Local(args) => local::run(args),
+        Bench::Omni(args) => omni::run(args),
         Bench::Report(args) => report::run(args),
     }
 }

@@ -70,26 +70,17 @@ impl Row {
             block_bytes: cell.block,
             batch: cell.batch,
             threads: cell.threads,
-            gb_per_s: digits(gb_per_s),
-            ops_per_s: digits(gb_per_s * 1e9 / cell.block.max(1) as f64),
-            p50_us: digits(meter.quantile_us(0.5)),
-            p99_us: digits(meter.quantile_us(0.99)),
-            cpu_s_per_gb: digits(cpu_s_per_gb),
+            gb_per_s: units::significant(gb_per_s),
+            ops_per_s: units::significant(gb_per_s * 1e9 / cell.block.max(1) as f64),
+            p50_us: units::significant(meter.quantile_us(0.5)),
+            p99_us: units::significant(meter.quantile_us(0.99)),
+            cpu_s_per_gb: units::significant(cpu_s_per_gb),
             limit: limit.name.clone(),
-            limit_gb_per_s: digits(limit.gb_per_s),
-            limit_p50_us: digits(limit.p50_us),
-            ratio_to_limit: digits(ratio),
+            limit_gb_per_s: units::significant(limit.gb_per_s),
+            limit_p50_us: units::significant(limit.p50_us),
+            ratio_to_limit: units::significant(ratio),
         }
     }
-}
-
-/// Four significant digits: more would be noise.
-fn digits(value: f64) -> f64 {
-    if value == 0.0 || !value.is_finite() {
-        return 0.0;
-    }
-    let scale = 10_f64.powi(3 - value.abs().log10().floor() as i32);
-    (value * scale).round() / scale
 }
 
 /// The rows as a table.
@@ -120,6 +111,21 @@ pub(crate) fn render(rows: &[Row]) -> String {
         cells
     };
     table::render(&head, &rows.iter().map(cells).collect::<Vec<_>>())
+}
+
+/// One line for a person who watches.
+pub(crate) fn progress(row: &Row) -> String {
+    format!(
+        "{} {} {} x {}, threads {}: {} GB/s, p50 {} us, {} of the limit",
+        row.transport,
+        row.op,
+        units::size(row.block_bytes),
+        row.batch,
+        row.threads,
+        row.gb_per_s,
+        row.p50_us,
+        row.ratio_to_limit
+    )
 }
 
 /// Where rows go as they are measured: nowhere, or to a file that is emptied first.
@@ -219,16 +225,6 @@ pub(crate) mod tests {
         assert_eq!(read(&path).unwrap(), rows);
         std::fs::write(&path, "{\"mode\":\"copy\"}\n").unwrap();
         let error = read(&path).unwrap_err();
-        assert!(error.message().unwrap().contains("line 1"), "{error:?}");
-    }
-
-    #[test]
-    fn four_digits_are_kept() {
-        for (value, kept) in
-            [(0.0, 0.0), (12.3456, 12.35), (0.000_123_456, 0.000_123_5), (1_234_567.0, 1_235_000.0)]
-        {
-            assert!((digits(value) - kept).abs() <= kept * 1e-9, "{value}");
-        }
-        assert_eq!(digits(f64::NAN), 0.0);
+        assert!(error.message().contains("line 1"), "{error:?}");
     }
 }

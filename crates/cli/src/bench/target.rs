@@ -13,10 +13,11 @@ use clap::Args;
 use posthorse_core::Access;
 use serde::{Deserialize, Serialize};
 
-use super::end::{End, cpu_seconds};
+use super::end::End;
 use super::grid::default_memory;
 use super::limits;
 use crate::outcome::{Failure, Outcome};
+use crate::stage::cpu_seconds;
 use crate::units::{self, parse_positive_size};
 use crate::{channel, pattern};
 

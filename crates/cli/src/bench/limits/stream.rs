@@ -266,9 +266,13 @@ mod tests {
             }
         });
         for read in [false, true] {
-            let mut limit =
-                StreamLimit::new(TcpStream::connect(address).unwrap(), read, 100_000, Duration::from_micros(20))
-                    .unwrap();
+            let mut limit = StreamLimit::new(
+                TcpStream::connect(address).unwrap(),
+                read,
+                100_000,
+                Duration::from_micros(20),
+            )
+            .unwrap();
             limit.round(Duration::from_millis(4)).unwrap();
             limit.round(Duration::from_millis(4)).unwrap();
             let best = limit.best();

@@ -1,0 +1,71 @@
+//! What the commands that start two processes on this host share: engines and connectors that listen here alone.
+
+use std::net::IpAddr;
+
+use posthorse_core::{Error, Result};
+use posthorse_engine::{EngineConfig, TransferEngine};
+use posthorse_omni::config::Role;
+use posthorse_omni::{Connector, ConnectorConfig};
+use rustix::time::{ClockId, clock_gettime};
+
+/// Where the two processes listen.
+pub(crate) const HOST: &str = "127.0.0.1";
+
+/// An engine's configuration for one address of this host; all of them when it is unspecified.
+pub(crate) fn engine_config(address: IpAddr) -> EngineConfig {
+    let mut config = EngineConfig::default();
+    if !address.is_unspecified() {
+        config.advertise = address.to_string();
+        config.handshake.bind = vec![address];
+        if let Some(tcp) = &mut config.tcp {
+            tcp.bind = vec![address];
+        }
+    }
+    config
+}
+
+/// A connector on this host alone. `transport` is `auto` or a transport that is required.
+pub(crate) fn connector(
+    role: Role,
+    transport: &str,
+    pool_bytes: u64,
+    config: ConnectorConfig,
+) -> Result<Connector> {
+    let transport = match transport {
+        "auto" => "auto".to_owned(),
+        name => format!("require:{name}"),
+    };
+    let address = HOST
+        .parse::<IpAddr>()
+        .map_err(|_| Error::invalid_argument("host", HOST, "an address of this host"))?;
+    let engine = EngineConfig { transport: transport.clone(), ..engine_config(address) };
+    let config = ConnectorConfig {
+        role,
+        host: HOST.to_owned(),
+        zmq_port: 0,
+        transport: transport.parse()?,
+        memory_pool_size: pool_bytes,
+        ..config
+    };
+    Connector::builder().engine(TransferEngine::builder().config(engine).build()?).config(config).build()
+}
+
+/// The processor time that this process has used, in seconds.
+pub(crate) fn cpu_seconds() -> f64 {
+    let time = clock_gettime(ClockId::ProcessCPUTime);
+    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn processor_time_passes() {
+        let before = cpu_seconds();
+        let mut value = 1_u64;
+        while cpu_seconds() <= before {
+            value = std::hint::black_box(value.wrapping_mul(3));
+        }
+    }
+}

@@ -1,0 +1,73 @@
+//! `demo`, `bench` and `soak`: builds the command `posthorse` in release mode, and runs it.
+
+use std::ffi::OsString;
+use std::io::BufReader;
+use std::os::unix::process::ExitStatusExt;
+use std::path::PathBuf;
+use std::process::{Command, ExitStatus, Stdio};
+
+use cargo_metadata::Message;
+
+use crate::failure::Failure;
+
+/// The package and the program it builds.
+const PACKAGE: &str = "posthorse-cli";
+const PROGRAM: &str = "posthorse";
+
+/// Runs `posthorse` with `command` and `arguments`; it has this process's input and output, and its status is passed
+/// on.
+pub(crate) fn run(command: &str, arguments: &[OsString]) -> Result<(), Failure> {
+    let program = build()?;
+    let status = Command::new(&program)
+        .arg(command)
+        .args(arguments)
+        .status()
+        .map_err(|error| Failure::Check(format!("start {}: {error}", program.display())))?;
+    passed_on(status)
+}
+
+fn passed_on(status: ExitStatus) -> Result<(), Failure> {
+    match (status.code(), status.signal()) {
+        (Some(0), _) => Ok(()),
+        (Some(code), _) => Err(Failure::Status(u8::try_from(code).unwrap_or(1))),
+        // As a shell says it.
+        (None, signal) => Err(Failure::Status(128_u8.saturating_add(signal.unwrap_or(0) as u8))),
+    }
+}
+
+/// Builds the program, and says where it is.
+fn build() -> Result<PathBuf, Failure> {
+    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    cargo.args(["build", "--quiet", "--release", "--package", PACKAGE, "--bin", PROGRAM]);
+    cargo.arg("--message-format=json-render-diagnostics").stdout(Stdio::piped());
+    let unavailable = |error| Failure::Unavailable(format!("cargo cannot be started: {error}"));
+    let mut build = cargo.spawn().map_err(unavailable)?;
+    let mut program = None;
+    if let Some(output) = build.stdout.take() {
+        for message in Message::parse_stream(BufReader::new(output)).map_while(Result::ok) {
+            if let Message::CompilerArtifact(artifact) = message
+                && artifact.target.name == PROGRAM
+            {
+                program = artifact.executable.map(|path| path.into_std_path_buf()).or(program);
+            }
+        }
+    }
+    let status = build.wait().map_err(|error| Failure::Check(format!("wait for cargo: {error}")))?;
+    match program {
+        Some(program) if status.success() => Ok(program),
+        _ => Err(Failure::Check(format!("{PACKAGE} does not build"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_status_of_the_command_is_passed_on() {
+        let status = |wait| passed_on(ExitStatus::from_raw(wait));
+        assert_eq!(status(0), Ok(()));
+        assert_eq!(status(3 << 8), Err(Failure::Status(3)));
+        assert_eq!(status(9), Err(Failure::Status(137)));
+    }
+}
