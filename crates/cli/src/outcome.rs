@@ -1,7 +1,7 @@
 //! How the command ends when it does not succeed.
 
 use std::fmt;
-use std::io;
+use std::io::{self, Write};
 use std::process::ExitCode;
 
 /// Why the command failed, and with which exit status.
@@ -39,6 +39,12 @@ impl Failure {
     pub(crate) fn io(what: impl fmt::Display) -> impl FnOnce(io::Error) -> Self {
         move |error| Self::Failed(format!("{what}: {error}"))
     }
+}
+
+/// Writes to standard output, where whoever reads may be gone.
+pub(crate) fn print(text: &str) -> Outcome {
+    let mut output = io::stdout().lock();
+    output.write_all(text.as_bytes()).and_then(|()| output.flush()).map_err(Failure::io("write the results"))
 }
 
 impl From<posthorse_core::Error> for Failure {

@@ -17,7 +17,7 @@ use super::limits::{Areas, Limit, MemoryLimit, StreamLimit};
 use super::meter::{Latencies, Meter, Round};
 use super::row::{Cell, Row, RowFile, progress, render};
 use super::target::{Answer, Ask, Connection, strange};
-use crate::outcome::{Failure, Outcome};
+use crate::outcome::{Failure, Outcome, print};
 use crate::pattern;
 use crate::stage::cpu_seconds;
 
@@ -62,8 +62,7 @@ pub(crate) fn measure(suite: &'static str, address: SocketAddr, grid: &Grid) -> 
     if rows.is_empty() {
         return Err(Failure::Usage("no cell fits the target's memory: give it a larger --memory".to_owned()));
     }
-    print!("{}", render(&rows));
-    Ok(())
+    print(&render(&rows))
 }
 
 struct Initiator {

@@ -13,7 +13,7 @@ use super::target::{Announcement, Connection};
 use super::{SPIN, grid};
 use crate::child::Peer;
 use crate::demo::{Choice, Mode, Pair, Payload};
-use crate::outcome::{Failure, Outcome};
+use crate::outcome::{Failure, Outcome, print};
 use crate::units::{parse_duration, parse_positive_size};
 
 /// The arguments of `bench omni`.
@@ -60,8 +60,7 @@ pub(crate) fn run(args: &OmniArgs) -> Outcome {
     if rows.is_empty() {
         return Err(Failure::Unavailable("no transport connects two processes here".to_owned()));
     }
-    print!("{}", render(&rows));
-    Ok(())
+    print(&render(&rows))
 }
 
 /// Every mode of one payload over one transport.

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use super::end::End;
 use super::grid::default_memory;
 use super::limits;
-use crate::outcome::{Failure, Outcome};
+use crate::outcome::{Failure, Outcome, print};
 use crate::stage::cpu_seconds;
 use crate::units::{self, parse_positive_size};
 use crate::{channel, pattern};
@@ -87,7 +87,7 @@ pub(crate) fn run(args: &TargetArgs) -> Outcome {
         channel::send(&mut io::stdout(), &Announcement { listening: address })
             .map_err(Failure::io("say where the target listens"))?;
     } else {
-        println!("{} of memory, listening on {address}; end with Ctrl-C", units::size(memory));
+        print(&format!("{} of memory, listening on {address}; end with Ctrl-C\n", units::size(memory)))?;
     }
     let connections = Arc::new(AtomicUsize::new(0));
     loop {

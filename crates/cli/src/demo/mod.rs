@@ -5,14 +5,13 @@ mod pair;
 mod payload;
 mod record;
 
-use std::io::{self, Write};
 use std::path::PathBuf;
 
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 
 use self::record::{Record, render};
-use crate::outcome::{Failure, Outcome};
+use crate::outcome::{Failure, Outcome, print};
 use crate::units::parse_size;
 
 pub(crate) use consumer::run as run_consumer;
@@ -59,9 +58,9 @@ pub(crate) fn run(args: &DemoArgs) -> Outcome {
             let record =
                 Record::of(&pair.transfer(mode, &payload, &format!("{}-{index}", mode.name()), true)?);
             if args.json {
-                let line = serde_json::to_string(&record).map_err(io::Error::from);
-                line.and_then(|line| writeln!(io::stdout(), "{line}"))
-                    .map_err(Failure::io("write a line"))?;
+                let line =
+                    serde_json::to_string(&record).map_err(|error| Failure::Failed(error.to_string()))?;
+                print(&format!("{line}\n"))?;
             }
             records.push(record);
             bar.inc(1);
@@ -70,8 +69,7 @@ pub(crate) fn run(args: &DemoArgs) -> Outcome {
     bar.finish_and_clear();
     pair.finish()?;
     if !args.json {
-        let text = render(&records);
-        io::stdout().write_all(text.as_bytes()).map_err(Failure::io("write the table"))?;
+        print(&render(&records))?;
     }
     match records.iter().filter(|record| !record.verified).count() {
         0 => Ok(()),

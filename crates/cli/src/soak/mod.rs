@@ -16,7 +16,7 @@ use self::consumer::{Report, Setup};
 use self::plan::{Form, Plan, tensors};
 use crate::child::Peer;
 use crate::demo::Choice;
-use crate::outcome::{Failure, Outcome};
+use crate::outcome::{Failure, Outcome, print};
 use crate::units::{self, parse_duration, parse_positive_size};
 use crate::{pattern, stage};
 
@@ -98,14 +98,13 @@ pub(crate) fn run(args: &SoakArgs) -> Outcome {
         problems.push(format!("the producer's pool: {why}"));
     }
     producer.close();
-    println!(
-        "{put} puts, {} gets of {:.1} GB, every byte checked; the consumer was killed {} times, {} payloads were lost \
-         with it",
-        total.gets,
-        total.bytes as f64 / 1e9,
-        watch.kills,
-        total.lost
-    );
+    let mut summary =
+        format!("{put} puts, {} gets of {:.1} GB, every byte checked", total.gets, total.bytes as f64 / 1e9);
+    if args.chaos {
+        summary +=
+            &format!("; consumers killed: {}, payloads that went with them: {}", watch.kills, total.lost);
+    }
+    print(&(summary + "\n"))?;
     if problems.is_empty() { Ok(()) } else { Err(Failure::Failed(problems.join("\nerror: "))) }
 }
 

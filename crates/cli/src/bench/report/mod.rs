@@ -10,7 +10,7 @@ use clap::Args;
 
 use self::plot::{Plot, Scale, Series, Stroke, colour, escape};
 use super::row::{self, Row};
-use crate::outcome::{Failure, Outcome};
+use crate::outcome::{Failure, Outcome, print};
 use crate::units;
 
 /// The arguments of `bench report`.
@@ -35,8 +35,7 @@ pub(crate) fn run(args: &ReportArgs) -> Outcome {
     }
     let name = args.output.display();
     fs::write(&args.output, page(&rows)).map_err(Failure::io(format_args!("write {name}")))?;
-    println!("{} results in {name}", rows.len());
-    Ok(())
+    print(&format!("{} results in {name}\n", rows.len()))
 }
 
 const STYLE: &str = "\
