@@ -33,6 +33,7 @@ pub(super) struct Ledger {
     /// Paths that a plan took down, and the step at which they come up again.
     down: HashMap<PathId, u64>,
     fenced: HashSet<PathId>,
+    stopped: bool,
     /// Paths that owe a `writable`.
     owed: HashSet<PathId>,
     pub(super) violations: Vec<String>,
@@ -99,7 +100,16 @@ impl Ledger {
             self.slices += 1;
             self.plan.slices.get(&(self.slices - 1)).cloned()
         });
+        // What is submitted while the path is being fenced may still be taken, and nobody fences it again.
+        let over = self.stopped || self.fenced.contains(&path);
+        let fault = fault.filter(|fault| !over || !matches!(fault, Fault::Delay(_) | Fault::LoseCompletion));
         let stage = match &fault {
+            Some(Fault::Lose) if over => {
+                let error = Error::new(ErrorKind::Flushed, "the path was fenced");
+                let result = Err(SliceError { error, far_end: FarEnd::Quiet });
+                reports.completions.push(Completion { token, result });
+                return;
+            }
             Some(Fault::Refuse(failure)) => {
                 let result = Err(SliceError { error: failure.error(), far_end: failure.far_end() });
                 reports.completions.push(Completion { token, result });
@@ -240,6 +250,7 @@ impl Ledger {
     /// Everything has ended: what is left is reported.
     pub(super) fn stop(&mut self) -> Reports {
         let mut reports = Reports::default();
+        self.stopped = true;
         self.stalled_until = 0;
         reports.completions.append(&mut self.stalled);
         let paths: HashSet<_> = self.entries.values().map(|entry| entry.path).collect();
