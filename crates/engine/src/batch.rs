@@ -6,7 +6,6 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
 
-use parking_lot::Mutex;
 use posthorse_core::{Checksum, Deadline, Error, Result, TransferRequest, TransferState, TransferStatus};
 
 use crate::engine::Inner;
@@ -15,14 +14,13 @@ use crate::plan::Plan;
 use crate::signal::Signal;
 use crate::submission::{Doom, Submission};
 
-/// What the batch and its submissions share.
+/// What the batch and its submissions share. The submissions hold it, so it does not hold them.
 #[derive(Debug, Default)]
 pub(crate) struct BatchCore {
     pub(crate) signal: Signal,
     /// Submissions that have not ended.
     live: AtomicUsize,
     failure: OnceLock<Error>,
-    submissions: Mutex<Vec<Arc<Submission>>>,
 }
 
 impl BatchCore {
@@ -32,9 +30,8 @@ impl BatchCore {
         }
     }
 
-    pub(crate) fn submission_began(&self, submission: &Arc<Submission>) {
+    pub(crate) fn submission_began(&self) {
         self.live.fetch_add(1, Ordering::AcqRel);
-        self.submissions.lock().push(Arc::clone(submission));
     }
 
     pub(crate) fn submission_ended(&self) {
@@ -48,10 +45,6 @@ impl BatchCore {
 
     fn outcome(&self) -> Result<()> {
         self.failure.get().map_or(Ok(()), |error| Err(error.clone()))
-    }
-
-    fn snapshot(&self) -> Vec<Arc<Submission>> {
-        self.submissions.lock().clone()
     }
 }
 
@@ -193,6 +186,7 @@ impl Batch {
     /// The first failure of a task; `DeadlineExceeded` when `deadline` comes first: then the transfers go on, and
     /// can be waited for again or cancelled.
     pub fn wait(&self, deadline: Deadline) -> Result<()> {
+        self.engine.birth.check()?;
         if !self.core.signal.wait(self.engine.spin(), deadline, || self.core.is_ended()) {
             return Err(Deadline::exceeded("a batch of transfers, which goes on"));
         }
@@ -204,12 +198,15 @@ impl Batch {
     /// # Errors
     /// As [`Batch::wait`], for the tasks of the group.
     pub fn wait_group(&self, group: u32, deadline: Deadline) -> Result<()> {
-        let submissions = self.core.snapshot();
-        let ended = || submissions.iter().all(|submission| submission.group_ended(group));
+        self.engine.birth.check()?;
+        let tasks_left: Vec<_> =
+            self.submitted.iter().filter_map(|(_, submission)| submission.group_left(group)).collect();
+        let ended = || tasks_left.iter().all(|left| left.load(Ordering::Acquire) == 0);
         if !self.core.signal.wait(self.engine.spin(), deadline, ended) {
             return Err(Deadline::exceeded("a group of transfers, which goes on"));
         }
-        submissions.iter().find_map(|submission| submission.group_error(group)).map_or(Ok(()), Err)
+        let errors = self.submitted.iter().find_map(|(_, submission)| submission.group_error(group));
+        errors.map_or(Ok(()), Err)
     }
 
     /// A future of [`Batch::wait`] without a deadline; the submissions' own deadlines hold.
@@ -219,7 +216,7 @@ impl Batch {
 
     /// Calls off what has not ended. What is under way already may still complete; wait for the batch to know.
     pub fn cancel(&self) {
-        self.engine.doom(&self.core.snapshot(), Doom::Cancelled);
+        self.engine.doom(self.submitted.iter().map(|(_, submission)| submission), Doom::Cancelled);
     }
 }
 

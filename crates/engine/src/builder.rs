@@ -1,24 +1,23 @@
 //! How an engine is put together.
 
-use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 
-use parking_lot::{Mutex, RwLock};
-use posthorse_core::{
-    ControlChannel, Error, ErrorKind, Features, Hello, Incarnation, Result, Route, Transport,
-};
+use parking_lot::Mutex;
+use posthorse_core::{ControlChannel, Error, ErrorKind, Features, Hello, Incarnation, Result, Transport};
 use posthorse_memory::CopyPool;
 use posthorse_segment::{Directory, HandshakeListener, Identity, P2pDirectory, Registry};
-use tokio::runtime::Runtime;
+use tokio::runtime::Handle;
 
 use crate::config::EngineConfig;
 use crate::engine::{Inner, Owner, TransferEngine};
 use crate::fork::Birth;
 use crate::inbox::{ForeignInbox, Inbox};
 use crate::local::LocalTransport;
-use crate::slicing::SliceLength;
+use crate::regions::Regions;
+use crate::runtime::ControlRuntime;
 use crate::ticker::{self, Ticker};
+use crate::transports::Transports;
 
 /// Puts an engine together: [`TransferEngine::builder`].
 #[derive(Debug, Default)]
@@ -80,18 +79,13 @@ impl EngineBuilder {
         self.config.validate()?;
         let birth = Birth::now();
         let incarnation = Incarnation(random()?);
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(1)
-            .max_blocking_threads(64)
-            .thread_name("engine-control")
-            .enable_all()
-            .build()
-            .map_err(|error| Error::os("start the control runtime", &error))?;
+        let runtime = ControlRuntime::start()?;
+        let handle = runtime.handle().ok_or_else(|| Error::new(ErrorKind::Internal, "no control runtime"))?;
         let hello = Hello::new(Features::NONE, self.config.fingerprint.clone());
         let inbox = Arc::new(Inbox::new(self.config.max_notifications));
         let Meeting { name, directory, control } = match self.meeting {
             Some(meeting) => meeting,
-            None => shake_hands(&self.config, &runtime, incarnation, &hello, &inbox)?,
+            None => shake_hands(&self.config, &handle, incarnation, &hello, &inbox)?,
         };
         let mut transports = if self.bare { Vec::new() } else { come_with(&self.config)? };
         transports.extend(self.transports);
@@ -102,24 +96,24 @@ impl EngineBuilder {
             birth,
             closed: AtomicBool::new(false),
             registry: Arc::new(Registry::new()),
-            region_attributes: RwLock::new(HashMap::new()),
-            transports: RwLock::default(),
-            default_route: RwLock::new(Route::Auto),
-            slice_length: RwLock::new(SliceLength { preferred: u64::MAX, max: u64::MAX }),
+            regions: Regions::default(),
+            transports: Transports::new(&self.config)?,
+            changes: AtomicU64::new(0),
+            publish_due: AtomicBool::new(false),
             directory,
             control_channel: control,
-            runtime: runtime.handle().clone(),
+            runtime: handle,
             peers: crate::peers::Peers::default(),
             paths: crate::path::Paths::default(),
             table: crate::table::Table::default(),
             again: Mutex::default(),
+            later: Mutex::default(),
             withheld: Mutex::default(),
             inbox,
             ticker: Arc::new(Ticker::default()),
             config: self.config,
         });
-        let owner =
-            Owner { inner: Arc::clone(&inner), runtime: Mutex::new(Some(runtime)), ticker: Mutex::default() };
+        let owner = Owner { inner: Arc::clone(&inner), runtime, ticker: Mutex::default() };
         // From here on a failure shuts down what was started: the owner is dropped.
         let engine = TransferEngine { owner: Arc::new(owner) };
         *engine.owner.ticker.lock() = Some(ticker::start(&inner)?);
@@ -136,7 +130,7 @@ impl EngineBuilder {
 /// Takes a handshake port and answers there; the name is its address.
 fn shake_hands(
     config: &EngineConfig,
-    runtime: &Runtime,
+    runtime: &Handle,
     incarnation: Incarnation,
     hello: &Hello,
     inbox: &Arc<Inbox>,
@@ -146,7 +140,7 @@ fn shake_hands(
     let name = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
     let identity = Identity { name: name.clone(), incarnation, hello: hello.clone() };
     let events = Arc::new(ForeignInbox(Arc::clone(inbox)));
-    let handshake = Arc::new(listener.start(runtime.handle(), identity, events)?);
+    let handshake = Arc::new(listener.start(runtime, identity, events)?);
     let control = Arc::new(handshake.control());
     Ok(Meeting { name, directory: Arc::new(P2pDirectory::new(handshake)), control })
 }

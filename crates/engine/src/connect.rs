@@ -4,12 +4,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use posthorse_core::{
-    Deadline, Error, ErrorKind, Incarnation, Result, Route, SegmentDesc, SegmentId, TransportId,
+    Deadline, Error, ErrorKind, Incarnation, Path, PathState, Result, Route, SegmentDesc, SegmentId,
+    TransportId,
 };
 
 use crate::engine::Inner;
 use crate::path::{PathEntry, Run};
 use crate::peer::{Decision, Peer, Segment};
+use crate::submission::Doom;
 
 impl Inner {
     /// Opens a segment: finds its descriptor, and a first path to it.
@@ -27,7 +29,7 @@ impl Inner {
             && peer.incarnation == known
             && peer.ended().is_none()
         {
-            return self.reach(peer, deadline);
+            return self.reach(&peer, deadline).map(|_| Segment { peer });
         }
         let desc = self.directory.lookup(name, deadline)?;
         if let (Some(wanted), Some(found)) = (known, desc.incarnation)
@@ -40,7 +42,7 @@ impl Inner {
             .with_peer(name));
         }
         let peer = self.adopt(desc)?;
-        self.reach(peer, deadline)
+        self.reach(&peer, deadline).map(|_| Segment { peer })
     }
 
     /// The peer of a descriptor: the one we know, if it is the same life of it, else a new one.
@@ -48,20 +50,17 @@ impl Inner {
         if let Some(theirs) = &desc.hello {
             self.hello.agree(theirs).map_err(|error| error.with_peer(desc.name.as_str()))?;
         }
-        let old = self.peers.by_name(&desc.name);
-        if let Some(old) = &old
-            && old.is_same_life(&desc)
-        {
-            old.update(desc);
-            return Ok(Arc::clone(old));
-        }
-        let transports = self.transports_in_order();
-        let name = desc.name.clone();
-        let peer = self.peers.insert(|id| Peer::new(id, desc, &transports));
+        let transports = self.transports.names();
+        let (peer, old) = self.peers.adopt(
+            &desc.name,
+            |there| there.is_same_life(&desc),
+            |id| Peer::new(id, desc.clone(), &transports),
+        );
+        peer.update(&desc, &transports);
         if let Some(old) = old {
             // Requests against the old life must not reach the new one, whose memory holds something else.
             let error = Error::new(ErrorKind::PeerRestarted, "the peer restarted under its name");
-            self.end_peer(&old, error.with_peer(name));
+            self.end_peer(&old, error.with_peer(desc.name));
         }
         Ok(peer)
     }
@@ -81,19 +80,22 @@ impl Inner {
     fn give_up(self: &Arc<Self>, path: &Arc<PathEntry>, reason: &Error) {
         let stranded = path.take_down(reason);
         path.transport.disconnect(path.info.id);
-        self.paths.remove(path.index);
+        self.paths.remove(path);
         self.relaunch(stranded);
     }
 
-    /// Waits until there is a path to the peer for requests without a route.
-    fn reach(self: &Arc<Self>, peer: Arc<Peer>, deadline: Deadline) -> Result<Segment> {
+    /// Waits until there is a path to the peer for requests without a route. What failed before is tried again.
+    pub(crate) fn reach(self: &Arc<Self>, peer: &Arc<Peer>, deadline: Deadline) -> Result<Arc<PathEntry>> {
+        let started = Instant::now();
         loop {
-            match peer.choose(self.default_route(), Duration::MAX) {
-                Decision::Use(_) => return Ok(Segment { peer }),
+            // Where the engine is shut down meanwhile, nobody connects any more.
+            self.check_open()?;
+            match peer.choose(self.default_route(), |failed| failed < started) {
+                Decision::Use(path, _) => return Ok(path),
                 Decision::None => return Err(peer.no_path(self.default_route())),
                 Decision::Connect(transport) => {
-                    self.connect(&peer, transport);
-                    let settled = || !peer.is_connecting(transport);
+                    self.connect(peer, transport);
+                    let settled = || !peer.is_connecting(transport) || peer.ended().is_some();
                     if !peer.signal.wait(Duration::ZERO, deadline, settled) {
                         return Err(Deadline::exceeded("a path to the peer").with_peer(peer.name.as_str()));
                     }
@@ -113,6 +115,7 @@ impl Inner {
             None if !peer.is_connecting(transport) => self.relaunch(peer.take_waiting(|_| true)),
             None => {}
         }
+        self.end_if_closed(peer);
     }
 
     fn connect_now(self: &Arc<Self>, peer: &Arc<Peer>, id: TransportId, old: Vec<Arc<PathEntry>>) {
@@ -128,8 +131,11 @@ impl Inner {
         }
         let restarted =
             outcome.as_ref().err().filter(|error| error.kind() == ErrorKind::PeerRestarted).cloned();
-        peer.connected(id, outcome);
-        if let Some(error) = restarted {
+        for path in peer.connected(id, outcome) {
+            self.give_up(&path, &Error::new(ErrorKind::PathFailed, "the transport was uninstalled"));
+        }
+        // Whoever ended the peer meanwhile did not find these paths.
+        if let Some(error) = restarted.or_else(|| peer.ended().cloned()) {
             self.end_peer(peer, error);
         }
         for run in peer.take_waiting(|_| true) {
@@ -143,9 +149,11 @@ impl Inner {
         id: TransportId,
         reconnecting: bool,
     ) -> Result<Vec<Arc<PathEntry>>> {
+        self.check_open()?;
         let deadline = Deadline::after(self.config.connect_timeout());
         let transport = self
-            .transport(id)
+            .transports
+            .get(id)
             .ok_or_else(|| Error::new(ErrorKind::NoPath, "the transport was uninstalled"))?;
         if reconnecting {
             self.check_life(peer, deadline)?;
@@ -159,9 +167,14 @@ impl Inner {
             took_us = started.elapsed().as_micros() as u64,
             "connected"
         );
+        if let Some(error) = all_down(&paths) {
+            // Nothing will ever go over them, and each attempt makes new ones.
+            paths.iter().for_each(|path| transport.disconnect(path.id));
+            return Err(error);
+        }
         let entries = paths.into_iter().map(|info| {
             let transport = Arc::clone(&transport);
-            self.paths.insert(|index| PathEntry::new(index, peer.id, id, transport, info))
+            self.paths.insert(|number| PathEntry::new(number, peer.id, id, transport, info))
         });
         Ok(entries.collect())
     }
@@ -182,21 +195,21 @@ impl Inner {
         let desc = self.descriptor();
         let peer = match self.peers.by_id(SegmentId::LOCAL) {
             Some(peer) => {
-                peer.update(desc);
+                peer.update(&desc, &self.transports.names());
                 peer
             }
             None => {
-                let transports = self.transports_in_order();
+                let transports = self.transports.names();
                 self.peers.insert_local(Peer::new(SegmentId::LOCAL, desc, &transports))
             }
         };
-        self.reach(peer, Deadline::after(self.config.connect_timeout()))
+        self.reach(&peer, Deadline::after(self.config.connect_timeout())).map(|_| Segment { peer })
     }
 
     /// Ends the runs of submissions that are being called off, wherever they wait.
     pub(crate) fn sweep(self: &Arc<Self>) {
         let doomed = |run: &Run| run.submission.doomed().is_some();
-        let mut runs = Vec::new();
+        let mut runs: Vec<Run> = self.later.lock().extract_if(.., |run| doomed(run)).collect();
         for path in self.paths.all() {
             runs.extend(path.take_doomed());
         }
@@ -210,8 +223,45 @@ impl Inner {
         }
     }
 
+    /// After the shutdown nothing is connected or sent any more, and nobody looks at what waits. So whoever has
+    /// something wait looks afterwards whether the engine was shut down, and the shutdown looks at what waits at its
+    /// end: by the locks of the queues, one of the two finds it.
+    pub(crate) fn end_if_closed(self: &Arc<Self>, peer: &Peer) {
+        if self.is_closed() {
+            let runs = peer.take_waiting(|_| true).into_iter().chain(self.take_queued());
+            for run in runs {
+                self.end_run(&run, &Doom::Closed.error());
+            }
+        }
+    }
+
+    /// Everything that waits anywhere.
+    pub(crate) fn take_queued(&self) -> Vec<Run> {
+        let mut runs = std::mem::take(&mut *self.again.lock());
+        runs.append(&mut self.later.lock());
+        for path in self.paths.all() {
+            runs.extend(path.take_all());
+        }
+        for peer in self.peers.all() {
+            runs.extend(peer.take_waiting(|_| true));
+        }
+        runs
+    }
+
     /// The route of requests that leave it open.
     pub(crate) fn default_route(&self) -> Route {
-        *self.default_route.read()
+        self.transports.route()
     }
+}
+
+/// The reason why none of these paths can be used, if so.
+fn all_down(paths: &[Path]) -> Option<Error> {
+    let mut reason = Error::new(ErrorKind::NoPath, "no path was found");
+    for path in paths {
+        match &path.state {
+            PathState::Up => return None,
+            PathState::Down(error) => reason = error.clone(),
+        }
+    }
+    Some(reason)
 }

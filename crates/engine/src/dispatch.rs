@@ -10,8 +10,8 @@ use posthorse_core::{Error, ErrorKind, FarEnd, Level, Priority, RemoteKey, Route
 
 use crate::engine::Inner;
 use crate::path::{PathEntry, Run};
-use crate::peer::Decision;
-use crate::submission::Submission;
+use crate::peer::{Decision, Peer};
+use crate::submission::{Doom, Submission};
 
 /// Slices per call of a transport.
 const CHUNK: usize = 64;
@@ -19,6 +19,9 @@ const CHUNK: usize = 64;
 impl Inner {
     /// Sends pieces of a submission, each run of one peer and route along the best path.
     pub(crate) fn launch(self: &Arc<Self>, run: Run) {
+        if self.is_closed() {
+            return self.end_run(&run, &Doom::Closed.error());
+        }
         let Run { submission, pieces } = run;
         let work = &submission.work;
         let mut start = pieces.start;
@@ -41,8 +44,13 @@ impl Inner {
             let Some(peer) = work.peers.get(first.peer as usize) else { return };
             let run = Run { submission: Arc::clone(&submission), pieces: start..end };
             let route = self.route(first.route);
-            match peer.choose(route, self.config.retry_after()) {
-                Decision::Use(path) => self.offer(&path, first.priority, run),
+            match peer.choose(route, |failed| failed.elapsed() >= self.config.retry_after()) {
+                Decision::Use(path, again) => {
+                    if let Some(transport) = again {
+                        self.connect(peer, transport);
+                    }
+                    self.offer(peer, &path, first.priority, run);
+                }
                 Decision::Connect(transport) => {
                     peer.wait_for_path(run);
                     self.connect(peer, transport);
@@ -59,12 +67,12 @@ impl Inner {
     }
 
     /// Sends a run along a path, or queues what finds no room.
-    fn offer(self: &Arc<Self>, path: &Arc<PathEntry>, priority: Priority, mut run: Run) {
+    fn offer(self: &Arc<Self>, peer: &Peer, path: &Arc<PathEntry>, priority: Priority, mut run: Run) {
         while !run.pieces.is_empty() {
             if path.has_queue() || !self.send(path, &mut run) {
                 path.queue(priority, run);
                 self.pump(path);
-                return;
+                return self.end_if_closed(peer);
             }
         }
     }
@@ -72,18 +80,21 @@ impl Inner {
     /// Sends what waits for a path, as far as there is room. One thread does it at a time; whoever comes meanwhile
     /// rings, and is heard.
     pub(crate) fn pump(self: &Arc<Self>, path: &Arc<PathEntry>) {
-        path.rings.fetch_add(1, Ordering::AcqRel);
-        while path.has_queue() && !path.pumping.swap(true, Ordering::AcqRel) {
-            let heard = path.rings.load(Ordering::Acquire);
+        // The rings, the queue's length and who pumps are sequentially consistent: of two threads, one that has queued
+        // and looks for rings, one that has rung and looks for a queue, at least one sees the other.
+        path.rings.fetch_add(1, Ordering::SeqCst);
+        while path.has_queue() && !path.pumping.swap(true, Ordering::SeqCst) {
+            let heard = path.rings.load(Ordering::SeqCst);
             while let Some((priority, mut run)) = path.take(CHUNK as u32) {
                 if !self.send(path, &mut run) && !run.pieces.is_empty() {
                     path.put_back(priority, run);
                     break;
                 }
             }
-            // A swap, to see the ring of whoever found us pumping.
-            path.pumping.swap(false, Ordering::AcqRel);
-            if path.rings.load(Ordering::Acquire) == heard {
+            // A swap, to see the ring of whoever found us pumping. Whoever took the path down while we held a run
+            // has not found that run: we go on, to send it elsewhere.
+            path.pumping.swap(false, Ordering::SeqCst);
+            if path.is_up() && path.rings.load(Ordering::SeqCst) == heard {
                 return;
             }
         }
@@ -111,7 +122,7 @@ impl Inner {
         for piece in run.pieces.clone().take(CHUNK) {
             match slice(&submission, piece) {
                 Some(slice) if !submission.is_lost(piece) => {
-                    submission.post(piece, path.index);
+                    submission.post(piece, path.number);
                     bytes += slice.local.len();
                     slices.push(slice);
                 }
@@ -134,9 +145,10 @@ impl Inner {
             Err(error) => {
                 self.path_down(path, &error);
                 let error = SliceError { error, far_end: FarEnd::Quiet };
-                slices
-                    .iter()
-                    .for_each(|slice| self.slice_ended(&submission, slice.token as u32, Err(&error)));
+                slices.iter().for_each(|slice| {
+                    let along = &mut Some(Arc::clone(path));
+                    self.slice_ended(&submission, slice.token as u32, Err(&error), along);
+                });
                 run.pieces.start += slices.len() as u32;
                 return true;
             }

@@ -1,36 +1,36 @@
 //! The engine itself: what it is made of, how it starts and ends.
 
-use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use parking_lot::{Mutex, RwLock};
+use parking_lot::Mutex;
 use posthorse_core::{
-    Access, Attributes, Capabilities, ControlChannel, Deadline, Error, ErrorKind, GrantDesc, Hello,
-    Incarnation, Region, RegionId, Result, Route, SegmentDesc, SegmentId, Transport, TransportContext,
-    TransportId,
+    Access, Capabilities, ControlChannel, Deadline, Error, ErrorKind, GrantDesc, Hello, Incarnation, Region,
+    Result, SegmentDesc, SegmentId, Transport, TransportContext, TransportId,
 };
 use posthorse_segment::{Directory, Registry};
-use serde_json::Value;
 
 use crate::batch::{Batch, BatchCore, SubmitOptions};
 use crate::builder::EngineBuilder;
-use crate::config::{EngineConfig, Preference};
+use crate::config::EngineConfig;
 use crate::events::Sink;
 use crate::explain::{Explanation, PathReport, TransportReport};
 use crate::fork::Birth;
 use crate::inbox::{Inbox, Notification};
 use crate::lease::LeasedMemory;
 use crate::memory::{RegisteredMemory, Withheld};
-use crate::path::{Paths, Run};
+use crate::path::{PathEntry, Paths, Run};
 use crate::peer::{Decision, How, Segment};
 use crate::peers::Peers;
 use crate::plan::Plan;
+use crate::regions::Regions;
+use crate::runtime::ControlRuntime;
 use crate::slicing::SliceLength;
 use crate::submission::{Doom, Notice, Submission, Work};
 use crate::table::Table;
 use crate::ticker::Ticker;
+use crate::transports::Transports;
 
 /// Everything the engine's parts share.
 #[derive(Debug)]
@@ -42,10 +42,12 @@ pub(crate) struct Inner {
     pub(crate) birth: Birth,
     pub(crate) closed: AtomicBool,
     pub(crate) registry: Arc<Registry>,
-    pub(crate) region_attributes: RwLock<HashMap<RegionId, Attributes>>,
-    pub(crate) transports: RwLock<Vec<Slot>>,
-    pub(crate) default_route: RwLock<Route>,
-    pub(crate) slice_length: RwLock<SliceLength>,
+    pub(crate) regions: Regions,
+    pub(crate) transports: Transports,
+    /// How often something changed that peers are to know.
+    pub(crate) changes: AtomicU64,
+    /// Whether a control thread is about to publish.
+    pub(crate) publish_due: AtomicBool,
     pub(crate) directory: Arc<dyn Directory>,
     pub(crate) control_channel: Arc<dyn ControlChannel>,
     pub(crate) runtime: tokio::runtime::Handle,
@@ -54,18 +56,11 @@ pub(crate) struct Inner {
     pub(crate) table: Table,
     /// Runs that have to be sent again.
     pub(crate) again: Mutex<Vec<Run>>,
+    /// Notices that found a queue full: the ticker sends them again.
+    pub(crate) later: Mutex<Vec<Run>>,
     pub(crate) withheld: Mutex<Vec<Withheld>>,
     pub(crate) inbox: Arc<Inbox>,
     pub(crate) ticker: Arc<Ticker>,
-}
-
-/// A place for a transport. Numbers are not used again after an uninstall.
-#[derive(Debug, Clone)]
-pub(crate) struct Slot {
-    pub(crate) id: TransportId,
-    pub(crate) transport: Arc<dyn Transport>,
-    pub(crate) published: Value,
-    pub(crate) installed: bool,
 }
 
 /// Moves bytes between registered memory of this process and that of its peers, over the best path there is.
@@ -80,7 +75,7 @@ pub struct TransferEngine {
 #[derive(Debug)]
 pub(crate) struct Owner {
     pub(crate) inner: Arc<Inner>,
-    pub(crate) runtime: Mutex<Option<tokio::runtime::Runtime>>,
+    pub(crate) runtime: ControlRuntime,
     pub(crate) ticker: Mutex<Option<std::thread::JoinHandle<()>>>,
 }
 
@@ -236,8 +231,8 @@ impl TransferEngine {
 
     /// The transport that requests without a route take to a peer now, and what it can do.
     pub fn best_transport(&self, segment: &Segment) -> Option<(String, Capabilities)> {
-        match segment.peer.choose(self.inner().default_route(), Duration::MAX) {
-            Decision::Use(path) => Some((path.transport.name().to_owned(), path.transport.capabilities())),
+        match segment.peer.choose(self.inner().default_route(), |_| false) {
+            Decision::Use(path, _) => Some((path.transport.name().to_owned(), path.transport.capabilities())),
             Decision::Connect(_) | Decision::None => None,
         }
     }
@@ -251,10 +246,8 @@ impl TransferEngine {
     pub fn lease(&self, segment: &Segment, grant: &GrantDesc) -> Result<LeasedMemory> {
         let inner = self.inner();
         inner.check_open()?;
-        match segment.peer.choose(inner.default_route(), Duration::MAX) {
-            Decision::Use(path) => LeasedMemory::new(path.transport.lease(path.info.id, grant)?),
-            Decision::Connect(_) | Decision::None => Err(segment.peer.no_path(inner.default_route())),
-        }
+        let path = inner.reach(&segment.peer, Deadline::after(inner.config.connect_timeout()))?;
+        LeasedMemory::new(path.transport.lease(path.info.id, grant)?)
     }
 
     /// Installs a transport under its name, for peers that are opened from now on.
@@ -275,7 +268,8 @@ impl TransferEngine {
     /// `NotFound`, naming those that are installed.
     pub fn uninstall(&self, name: &str) -> Result<()> {
         let inner = self.inner();
-        inner.uninstall(name)?;
+        inner.check_open()?;
+        inner.take_out(inner.transports.find(name)?.0);
         inner.publish()
     }
 
@@ -284,7 +278,7 @@ impl TransferEngine {
     /// # Errors
     /// `NotFound`, naming those that are installed.
     pub fn transport_id(&self, name: &str) -> Result<TransportId> {
-        self.inner().transport_id(name)
+        self.inner().transports.find(name).map(|(id, _)| id)
     }
 
     /// An installed transport.
@@ -292,17 +286,13 @@ impl TransferEngine {
     /// # Errors
     /// `NotFound`, naming those that are installed.
     pub fn transport(&self, name: &str) -> Result<Arc<dyn Transport>> {
-        let id = self.transport_id(name)?;
-        self.inner().transport(id).ok_or_else(|| self.inner().no_transport(name))
+        self.inner().transports.find(name).map(|(_, transport)| transport)
     }
 
     /// What the installed transports can do, by name, best first.
     pub fn transports(&self) -> Vec<(String, Capabilities)> {
-        let installed = self.inner().installed();
-        installed
-            .iter()
-            .map(|slot| (slot.transport.name().to_owned(), slot.transport.capabilities()))
-            .collect()
+        let installed = self.inner().transports.installed();
+        installed.into_iter().map(|slot| (slot.name, slot.capabilities)).collect()
     }
 
     /// How much memory is held back since something may still touch it: grants and regions given up in the
@@ -326,15 +316,24 @@ impl TransferEngine {
 impl Drop for Owner {
     fn drop(&mut self) {
         self.shutdown();
+        if self.inner.birth.check().is_err() {
+            // The threads of the runtime and the transports are the parent's: here, nobody can wait for them.
+            self.runtime.forget();
+            std::mem::forget(Arc::clone(&self.inner));
+        }
     }
 }
 
 impl Inner {
+    pub(crate) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+
     /// # Errors
     /// `Closed` after a shutdown, `Forked` in a child process.
     pub(crate) fn check_open(&self) -> Result<()> {
         self.birth.check()?;
-        if self.closed.load(Ordering::Acquire) {
+        if self.is_closed() {
             return Err(Error::new(ErrorKind::Closed, "the engine was shut down"));
         }
         Ok(())
@@ -345,63 +344,20 @@ impl Inner {
     }
 
     pub(crate) fn slice_length(&self) -> SliceLength {
-        *self.slice_length.read()
+        self.transports.slice_length()
     }
 
-    /// Does something on a control thread; after the shutdown, here.
+    /// Does something on a control thread; after the shutdown, here. During the shutdown it may be left undone.
     pub(crate) fn control(&self, work: impl FnOnce() + Send + 'static) {
-        if self.closed.load(Ordering::Acquire) {
+        if self.is_closed() {
             work();
         } else {
             self.runtime.spawn_blocking(work);
         }
     }
 
-    /// The transports that are installed, best first.
-    pub(crate) fn installed(&self) -> Vec<Slot> {
-        let slots = self.transports.read();
-        let mut installed: Vec<Slot> = slots.iter().filter(|slot| slot.installed).cloned().collect();
-        drop(slots);
-        let order = &self.config.transport_order;
-        let rank = |slot: &Slot| order.iter().position(|name| name == slot.transport.name());
-        installed.sort_by_key(|slot| rank(slot).unwrap_or(usize::MAX));
-        installed
-    }
-
-    pub(crate) fn transports_in_order(&self) -> Vec<(TransportId, String)> {
-        self.installed().iter().map(|slot| (slot.id, slot.transport.name().to_owned())).collect()
-    }
-
-    pub(crate) fn transport(&self, id: TransportId) -> Option<Arc<dyn Transport>> {
-        let slots = self.transports.read();
-        slots.iter().find(|slot| slot.id == id && slot.installed).map(|slot| Arc::clone(&slot.transport))
-    }
-
-    pub(crate) fn transport_id(&self, name: &str) -> Result<TransportId> {
-        let found = self.installed().iter().find(|slot| slot.transport.name() == name).map(|slot| slot.id);
-        found.ok_or_else(|| self.no_transport(name))
-    }
-
-    fn no_transport(&self, name: &str) -> Error {
-        let names: Vec<_> = self.transports_in_order().into_iter().map(|(_, name)| name).collect();
-        Error::new(
-            ErrorKind::NotFound,
-            format!("no transport {name:?} is installed; installed: {}", names.join(", ")),
-        )
-    }
-
     pub(crate) fn install(self: &Arc<Self>, transport: Arc<dyn Transport>) -> Result<TransportId> {
-        let name = transport.name().to_owned();
-        if self.transport_id(&name).is_ok() {
-            return Err(Error::new(ErrorKind::Busy, format!("a transport {name:?} is installed already")));
-        }
-        let count = self.transports.read().len();
-        let id = u8::try_from(count).map(TransportId).map_err(|_| {
-            Error::new(
-                ErrorKind::LimitReached,
-                "256 transports were installed, which is the most there can be",
-            )
-        })?;
+        let id = self.transports.reserve(&transport)?;
         let context = TransportContext {
             name: Arc::clone(&self.name),
             incarnation: self.incarnation,
@@ -410,70 +366,40 @@ impl Inner {
             events: Arc::new(Sink { engine: Arc::downgrade(self), transport: id }),
             control: Arc::clone(&self.control_channel),
         };
-        let published =
-            transport.start(context).map_err(|error| error.context(format_args!("transport {name}")))?;
-        self.transports.write().push(Slot { id, transport, published, installed: true });
-        self.settle_transports()?;
-        Ok(id)
-    }
-
-    fn uninstall(self: &Arc<Self>, name: &str) -> Result<()> {
-        let id = self.transport_id(name)?;
-        let taken = {
-            let mut slots = self.transports.write();
-            slots.iter_mut().find(|slot| slot.id == id).map(|slot| {
-                slot.installed = false;
-                Arc::clone(&slot.transport)
-            })
-        };
-        let reason = Error::new(ErrorKind::PathFailed, format!("transport {name:?} was uninstalled"));
-        for path in self.paths.all().iter().filter(|path| path.transport_id == id) {
-            self.path_down(path, &reason);
-        }
-        if let Some(transport) = taken {
-            transport.stop();
-        }
-        for path in self.paths.all().iter().filter(|path| path.transport_id == id) {
-            self.paths.remove(path.index);
-        }
-        self.settle_transports()
-    }
-
-    /// Recomputes what follows from the set of transports.
-    fn settle_transports(&self) -> Result<()> {
-        let installed = self.installed();
-        let capabilities: Vec<_> = installed.iter().map(|slot| slot.transport.capabilities()).collect();
-        let max = capabilities.iter().map(|known| known.max_slice).min().unwrap_or(u64::MAX);
-        let preferred = match self.config.slice_bytes {
-            0 => capabilities.iter().map(|known| known.preferred_slice).min().unwrap_or(u64::MAX),
-            bytes => bytes,
-        };
-        *self.slice_length.write() = SliceLength { preferred, max };
-        *self.default_route.write() = match self.config.preference()? {
-            Preference::Auto => Route::Auto,
-            Preference::Prefer(name) => self.transport_id(&name).map_or(Route::Auto, Route::Prefer),
-            // A transport that is not there (yet) reaches nobody.
-            Preference::Require(name) => {
-                Route::Require(self.transport_id(&name).unwrap_or(TransportId(u8::MAX)))
+        let outcome = transport.start(context).and_then(|published| {
+            self.transports.started(id, published);
+            // A shutdown that did not find it installed has left it running.
+            self.check_open()?;
+            self.register_regions(id, &transport)
+        });
+        match outcome {
+            Ok(()) => Ok(id),
+            Err(error) => {
+                self.take_out(id);
+                Err(error.context(format_args!("transport {}", transport.name())))
             }
-        };
-        Ok(())
+        }
+    }
+
+    /// Stops a transport. What went by it goes another way.
+    fn take_out(self: &Arc<Self>, id: TransportId) {
+        let Some(transport) = self.transports.take_out(id) else { return };
+        let reason =
+            Error::new(ErrorKind::PathFailed, format!("transport {:?} was uninstalled", transport.name()));
+        let mine = |path: &Arc<PathEntry>| path.transport_id == id;
+        self.paths.all().iter().filter(|path| mine(path)).for_each(|path| self.path_down(path, &reason));
+        transport.stop();
+        self.paths.all().iter().filter(|path| mine(path)).for_each(|path| self.paths.remove(path));
     }
 
     pub(crate) fn descriptor(&self) -> SegmentDesc {
-        let transports = self
-            .installed()
-            .iter()
+        let installed = self.transports.installed().into_iter();
+        let transports = installed
             .filter(|slot| !slot.published.is_null())
-            .map(|slot| (slot.transport.name().to_owned(), slot.published.clone()))
+            .map(|slot| (slot.name, slot.published))
             .collect();
-        let attributes = self.region_attributes.read();
         let mut buffers = self.registry.published();
-        for buffer in &mut buffers {
-            if let Some(known) = buffer.region.and_then(|region| attributes.get(&region)) {
-                buffer.attributes.clone_from(known);
-            }
-        }
+        self.regions.fill_in(&mut buffers);
         SegmentDesc {
             name: self.name.to_string(),
             incarnation: Some(self.incarnation),
@@ -483,9 +409,33 @@ impl Inner {
         }
     }
 
-    /// Tells the directory what peers are to know now.
+    /// Tells the directory what peers are to know now. Of several threads that do so, the last to publish has seen
+    /// every change.
     pub(crate) fn publish(&self) -> Result<()> {
-        self.directory.publish(&self.descriptor(), Deadline::after(self.config.connect_timeout()))
+        let mut seen = self.changes.fetch_add(1, Ordering::AcqRel) + 1;
+        loop {
+            let deadline = Deadline::after(self.config.connect_timeout());
+            self.directory.publish(&self.descriptor(), deadline)?;
+            let now = self.changes.load(Ordering::Acquire);
+            if now == seen {
+                return Ok(());
+            }
+            seen = now;
+        }
+    }
+
+    /// As [`Inner::publish`], in the background, and once for several changes.
+    pub(crate) fn publish_soon(self: &Arc<Self>) {
+        if self.is_closed() || self.publish_due.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let engine = Arc::clone(self);
+        self.control(move || {
+            engine.publish_due.store(false, Ordering::Release);
+            if let Err(error) = engine.check_open().and_then(|()| engine.publish()) {
+                tracing::warn!(%error, "peers were not told that memory was unregistered");
+            }
+        });
     }
 
     /// Submits work to a batch.
@@ -505,7 +455,7 @@ impl Inner {
             let work = Arc::clone(work);
             Submission::new(key, work, Arc::clone(batch), options.checksum, options.deadline, notice, pins)
         })?;
-        batch.submission_began(&submission);
+        batch.submission_began();
         let pieces = submission.data_pieces();
         if submission.is_ended() {
             self.end_submission(&submission);
@@ -532,19 +482,31 @@ impl Inner {
             return self.end_piece(submission, piece, Err(error));
         }
         let route = self.default_route();
-        match notice.peer.choose(route, self.config.retry_after()) {
-            Decision::Use(path) => {
-                submission.post(piece, path.index);
-                if let Err(error) = path.transport.notify(path.info.id, submission.token(piece), &notice.data)
-                {
-                    let error = posthorse_core::SliceError { error, far_end: posthorse_core::FarEnd::Quiet };
-                    self.slice_ended(submission, piece, Err(&error));
+        let run = || Run { submission: Arc::clone(submission), pieces: piece..piece + 1 };
+        match notice.peer.choose(route, |failed| failed.elapsed() >= self.config.retry_after()) {
+            Decision::Use(path, again) => {
+                if let Some(transport) = again {
+                    self.connect(&notice.peer, transport);
                 }
+                submission.post(piece, path.number);
+                let outcome = path.transport.notify(path.info.id, submission.token(piece), &notice.data);
+                let Err(error) = outcome else { return };
+                match error.kind() {
+                    ErrorKind::QueueFull => {
+                        submission.unpost(piece);
+                        self.later.lock().push(run());
+                        self.ticker.arm();
+                        return self.end_if_closed(&notice.peer);
+                    }
+                    ErrorKind::TooLarge | ErrorKind::Unsupported => {}
+                    // As with slices: the path is down or unknown.
+                    _ => self.path_down(&path, &error),
+                }
+                let error = posthorse_core::SliceError { error, far_end: posthorse_core::FarEnd::Quiet };
+                self.slice_ended(submission, piece, Err(&error), &mut Some(path));
             }
             Decision::Connect(transport) => {
-                notice
-                    .peer
-                    .wait_for_path(Run { submission: Arc::clone(submission), pieces: piece..piece + 1 });
+                notice.peer.wait_for_path(run());
                 self.connect(&notice.peer, transport);
             }
             Decision::None => self.end_piece(submission, piece, Err(notice.peer.no_path(route))),
@@ -552,19 +514,32 @@ impl Inner {
     }
 
     /// Calls submissions off: what is queued ends now, what is under way as soon as its path can end it.
-    pub(crate) fn doom(self: &Arc<Self>, submissions: &[Arc<Submission>], doom: Doom) {
-        let live: Vec<_> = submissions.iter().filter(|submission| !submission.is_ended()).collect();
+    pub(crate) fn doom<'a>(
+        self: &Arc<Self>,
+        submissions: impl IntoIterator<Item = &'a Arc<Submission>>,
+        doom: Doom,
+    ) {
+        // In a forked child the locks may be held for ever, by threads that are not there.
+        if self.birth.check().is_err() {
+            return;
+        }
+        let live: Vec<_> = submissions.into_iter().filter(|submission| !submission.is_ended()).collect();
         if live.is_empty() {
             return;
         }
         live.iter().for_each(|submission| submission.doom(doom));
         self.sweep();
         for submission in live {
-            for path in submission.paths_in_flight().into_iter().filter_map(|index| self.paths.get(index)) {
-                path.transport.cancel(path.info.id, &mut |token| (token >> 32) as u32 == submission.key);
-            }
+            self.cancel(submission);
         }
         self.ticker.arm();
+    }
+
+    /// Drops the slices of a submission that are with a transport and not posted yet.
+    pub(crate) fn cancel(&self, submission: &Submission) {
+        for path in submission.paths_in_flight().into_iter().filter_map(|number| self.paths.get(number)) {
+            path.transport.cancel(path.info.id, &mut |token| (token >> 32) as u32 == submission.key);
+        }
     }
 
     fn explain(&self, segment: &Segment) -> Explanation {
@@ -574,7 +549,7 @@ impl Inner {
             let (state, reason) = match how {
                 How::Absent => ("absent", Some("the peer does not offer it".to_owned())),
                 How::Untried => ("untried", Some("it was not needed so far".to_owned())),
-                How::Connecting => ("connecting", None),
+                How::Connecting { .. } => ("connecting", None),
                 How::Connected(paths) if paths.iter().any(|path| path.is_up()) => ("up", None),
                 How::Connected(paths) => {
                     ("down", paths.iter().find_map(|path| path.reason()).map(|e| e.to_string()))
@@ -596,8 +571,8 @@ impl Inner {
                 .collect();
             transports.push(TransportReport { name: name.to_owned(), state, reason, paths });
         });
-        let chosen = match peer.choose(self.default_route(), Duration::MAX) {
-            Decision::Use(path) => Some(path.transport.name().to_owned()),
+        let chosen = match peer.choose(self.default_route(), |_| false) {
+            Decision::Use(path, _) => Some(path.transport.name().to_owned()),
             _ => None,
         };
         Explanation {
@@ -618,26 +593,27 @@ impl Owner {
         }
         // From here on nothing new begins. What there is, is called off, and the transports end it.
         inner.doom(&inner.table.live(), Doom::Closed);
-        for slot in inner.installed() {
+        for slot in inner.transports.installed() {
             slot.transport.stop();
         }
-        inner.sweep();
+        for peer in inner.peers.all() {
+            peer.end(Doom::Closed.error());
+        }
         if let Err(error) =
             inner.directory.withdraw(&inner.name, Deadline::after(inner.config.connect_timeout()))
         {
             tracing::warn!(%error, "the segment name could not be withdrawn");
         }
         inner.ticker.stop();
-        if let Some(ticker) = self.ticker.lock().take()
+        let ticker = self.ticker.lock().take();
+        if let Some(ticker) = ticker
             && ticker.thread().id() != std::thread::current().id()
         {
             let _ = ticker.join();
         }
-        if let Some(runtime) = self.runtime.lock().take() {
-            runtime.shutdown_timeout(inner.config.fence_timeout());
-        }
-        let left = std::mem::take(&mut *inner.again.lock());
-        for run in left {
+        self.runtime.stop(inner.config.fence_timeout());
+        // What control threads have left undone: see `Inner::end_if_closed`.
+        for run in inner.take_queued() {
             inner.end_run(&run, &Doom::Closed.error());
         }
         inner.retry_withheld();

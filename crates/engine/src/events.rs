@@ -9,7 +9,7 @@ use posthorse_core::{
 use crate::engine::Inner;
 use crate::path::{PathEntry, Run};
 use crate::retry::{self, Failed, Verdict};
-use crate::submission::Submission;
+use crate::submission::{Doom, Submission};
 
 /// Takes one transport's events.
 #[derive(Debug)]
@@ -21,14 +21,18 @@ pub(crate) struct Sink {
 impl TransportEvents for Sink {
     fn completed(&self, completions: &[Completion]) {
         let Some(engine) = self.engine.upgrade() else { return };
+        // Neighbours mostly belong together.
         let mut current: Option<Arc<Submission>> = None;
+        let mut along: Option<Arc<PathEntry>> = None;
         for Completion { token, result } in completions {
             let (key, piece) = ((token >> 32) as u32, *token as u32);
             if current.as_ref().is_none_or(|submission| submission.key != key) {
                 current = engine.table.get(key);
             }
             match &current {
-                Some(submission) => engine.slice_ended(submission, piece, result.as_ref().copied()),
+                Some(submission) => {
+                    engine.slice_ended(submission, piece, result.as_ref().copied(), &mut along);
+                }
                 None => tracing::error!(token, "a transport completed a slice that is not in flight"),
             }
         }
@@ -43,8 +47,13 @@ impl TransportEvents for Sink {
 
     fn path_changed(&self, path: PathId, state: &PathState) {
         let Some(engine) = self.engine.upgrade() else { return };
-        if let (Some(path), PathState::Down(reason)) = (engine.paths.find(self.transport, path), state) {
-            engine.path_down(&path, reason);
+        let Some(path) = engine.paths.find(self.transport, path) else { return };
+        match state {
+            PathState::Down(reason) => engine.path_down(&path, reason),
+            PathState::Up => {
+                path.come_up();
+                engine.pump(&path);
+            }
         }
     }
 
@@ -57,19 +66,23 @@ impl TransportEvents for Sink {
 }
 
 impl Inner {
-    /// A slice in flight has had its completion.
+    /// A slice in flight has had its completion. `along` is the path of the slice before it, for those to come.
     pub(crate) fn slice_ended(
         self: &Arc<Self>,
         submission: &Arc<Submission>,
         piece: u32,
         result: Result<Level, &SliceError>,
+        along: &mut Option<Arc<PathEntry>>,
     ) {
         let Some(ended) = submission.land(piece) else {
             tracing::error!(piece, "a transport completed a slice twice");
             return;
         };
         let cut = submission.work.pieces.get(piece as usize);
-        if let (Some(cut), Some(path)) = (cut, self.paths.get(ended.path)) {
+        if along.as_ref().is_none_or(|path| path.number != ended.path) {
+            *along = self.paths.get(ended.path);
+        }
+        if let (Some(cut), Some(path)) = (cut, along) {
             path.arrived(cut.len);
         }
         let Err(SliceError { error, far_end }) = result else {
@@ -125,6 +138,11 @@ impl Inner {
                     runs.into_iter().for_each(|run| engine.launch(run));
                 }
             });
+        }
+        // As in `end_if_closed`.
+        if self.is_closed() {
+            let runs = std::mem::take(&mut *self.again.lock());
+            runs.iter().for_each(|run| self.end_run(run, &Doom::Closed.error()));
         }
     }
 }

@@ -17,13 +17,16 @@ mod path;
 mod peer;
 mod peers;
 mod plan;
+mod regions;
 mod retry;
+mod runtime;
 mod select;
 mod signal;
 mod slicing;
 mod submission;
 mod table;
 mod ticker;
+mod transports;
 
 pub use batch::{Batch, BatchStatus, Done, SubmitOptions, TaskId};
 pub use builder::EngineBuilder;

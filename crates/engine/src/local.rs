@@ -139,8 +139,10 @@ impl Transport for LocalTransport {
 
     fn notify(&self, _path: PathId, token: u64, data: &[u8]) -> Result<()> {
         let context = self.context()?;
-        context.events.notified(&context.name, data)?;
-        context.events.completed(&[Completion { token, result: Ok(Level::Visible) }]);
+        let result = context.events.notified(&context.name, data);
+        let result =
+            result.map(|()| Level::Visible).map_err(|error| SliceError { error, far_end: FarEnd::Quiet });
+        context.events.completed(&[Completion { token, result }]);
         Ok(())
     }
 

@@ -1,19 +1,21 @@
 //! Registered memory and grants, as values that give themselves up.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use posthorse_core::{
     Access, Deadline, Error, ErrorKind, GrantDesc, GrantToken, LocalRange, RegionId, RegisteredRegion,
-    Result, View,
+    Result, Transport, TransportId, View,
 };
 use serde_json::Value;
 
 use crate::engine::Inner;
+use crate::transports::Slot;
 
 /// Memory that transfers may use.
 ///
-/// Dropping it unregisters it: no transfer or grant may begin any more, those under way are fenced, and the memory
-/// is held until nothing touches it. [`RegisteredMemory::unregister`] does the same and says when that is.
+/// Dropping it unregisters it: no transfer or grant may begin any more, and the memory is held until nothing touches
+/// it: until its grants are fenced, and the transfers under way have ended. [`RegisteredMemory::unregister`] does the same and says when that is.
 #[derive(Debug)]
 pub struct RegisteredMemory {
     engine: Arc<Inner>,
@@ -77,6 +79,7 @@ impl RegisteredMemory {
     /// dropped.
     pub fn unregister(mut self, deadline: Deadline) -> Result<()> {
         self.given_up = true;
+        self.engine.birth.check()?;
         self.engine.unregister(self.region.id, deadline).inspect_err(|_| {
             self.engine.withhold(Withheld::Region(self.region.id));
         })
@@ -112,6 +115,7 @@ impl Grant {
     /// be used for anything else; ask again, or drop the grant to have that done.
     pub fn revoke(&mut self, deadline: Deadline) -> Result<()> {
         if !self.revoked {
+            self.engine.birth.check()?;
             self.engine.revoke(self.desc.token, deadline)?;
             self.revoked = true;
         }
@@ -133,7 +137,7 @@ impl Drop for Grant {
 }
 
 /// What was given up, and is held back until nothing touches it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Withheld {
     Grant(GrantToken),
     Region(RegionId),
@@ -148,39 +152,71 @@ impl Inner {
     ) -> Result<RegisteredMemory> {
         self.check_open()?;
         let region = self.registry.register(region, access)?;
+        // From here on a failure gives the region up again.
         let memory = RegisteredMemory::new(Arc::clone(self), region.clone());
-        let mut attributes = posthorse_core::Attributes::new();
-        for installed in self.installed() {
-            match installed.transport.register(&region) {
-                Ok(Value::Null) => {}
-                Ok(value) => {
-                    attributes.insert(installed.transport.name().to_owned(), value);
-                }
-                // A transport that cannot move this kind of memory leaves it to the others.
-                Err(error) if error.kind() == ErrorKind::Unsupported => {
-                    tracing::info!(region = region.id.0, transport = installed.transport.name(), %error, "not registered");
-                }
-                Err(error) => {
-                    return Err(error.context(format_args!("transport {}", installed.transport.name())));
-                }
-            }
+        self.regions.insert(&region);
+        for Slot { id, transport, .. } in self.transports.installed() {
+            self.register_with(&region, id, &transport)?;
         }
-        if let Some(mut standing) = self.registry.standing_grant(region.id)? {
-            self.prepare_grant(&mut standing, None)?;
-            for (transport, value) in standing.attributes {
-                attributes.entry(transport).or_insert(value);
-            }
-        }
-        self.region_attributes.write().insert(region.id, attributes);
         Ok(memory)
+    }
+
+    /// Registers the regions there are with a transport that was installed after them.
+    pub(crate) fn register_regions(&self, id: TransportId, transport: &Arc<dyn Transport>) -> Result<()> {
+        for region in self.regions.all() {
+            match self.register_with(&region, id, transport) {
+                // It was unregistered meanwhile.
+                Err(error) if error.kind() == ErrorKind::NotRegistered => {}
+                outcome => outcome?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Registers a region with one transport, unless that was done.
+    fn register_with(
+        &self,
+        region: &RegisteredRegion,
+        id: TransportId,
+        transport: &Arc<dyn Transport>,
+    ) -> Result<()> {
+        if !self.regions.claim(region.id, id) {
+            return Ok(());
+        }
+        let named = |error: Error| error.context(format_args!("transport {}", transport.name()));
+        let mut published = match transport.register(region) {
+            // A transport that cannot move this kind of memory leaves it to the others.
+            Err(error) if error.kind() == ErrorKind::Unsupported => {
+                tracing::info!(region = region.id.0, transport = transport.name(), %error, "not registered");
+                return Ok(());
+            }
+            outcome => outcome.map_err(named)?,
+        };
+        if let Some(standing) = self.registry.standing_grant(region.id)? {
+            let grant = posthorse_core::Grant { desc: &standing, peer: None };
+            let value = transport.grant(&grant).map_err(named)?;
+            if published.is_null() {
+                published = value;
+            }
+        }
+        let attributes = match published {
+            Value::Null => posthorse_core::Attributes::new(),
+            value => posthorse_core::Attributes::from_iter([(transport.name().to_owned(), value)]),
+        };
+        if !self.regions.note(region.id, attributes) {
+            // Whoever unregistered it meanwhile may have asked the transport too early.
+            let now = Deadline::at(std::time::Instant::now());
+            ignore_unknown(transport.unregister(region.id, now))?;
+        }
+        Ok(())
     }
 
     /// Asks every transport to prepare a grant, and adds what they want its holder to know.
     fn prepare_grant(&self, desc: &mut GrantDesc, peer: Option<&str>) -> Result<()> {
-        for installed in self.installed() {
+        for installed in self.transports.installed() {
             let value = installed.transport.grant(&posthorse_core::Grant { desc, peer })?;
             if !value.is_null() {
-                desc.attributes.insert(installed.transport.name().to_owned(), value);
+                desc.attributes.insert(installed.name, value);
             }
         }
         Ok(())
@@ -189,16 +225,20 @@ impl Inner {
     /// Ends a grant everywhere. What has ended already stays so when this is asked again. The registry comes last: it
     /// gives the grant's place to another as soon as it has ended there.
     pub(crate) fn revoke(&self, token: GrantToken, deadline: Deadline) -> Result<()> {
-        for installed in self.installed() {
+        for installed in self.transports.installed() {
             ignore_unknown(installed.transport.revoke(token, deadline))?;
         }
         ignore_unknown(self.registry.revoke(token, deadline))
     }
 
-    /// Unregisters a region everywhere, the registry last as in [`Inner::revoke`].
-    pub(crate) fn unregister(&self, id: RegionId, deadline: Deadline) -> Result<()> {
-        self.region_attributes.write().remove(&id);
-        for installed in self.installed() {
+    /// Unregisters a region everywhere. It is closed first, so that nothing begins any more, and leaves the registry
+    /// last as in [`Inner::revoke`].
+    pub(crate) fn unregister(self: &Arc<Self>, id: RegionId, deadline: Deadline) -> Result<()> {
+        ignore_unknown(self.registry.close(id))?;
+        if self.regions.remove(id).is_some_and(|region| region.access != Access::None) {
+            self.publish_soon();
+        }
+        for installed in self.transports.installed() {
             ignore_unknown(installed.transport.unregister(id, deadline))?;
         }
         ignore_unknown(self.registry.unregister(id, deadline))
@@ -206,7 +246,8 @@ impl Inner {
 
     /// Ends in the background what cannot be waited for here.
     pub(crate) fn withhold(self: &Arc<Self>, what: Withheld) {
-        if self.try_end(what) {
+        // In a forked child the locks may be held for ever, by threads that are not there.
+        if self.birth.check().is_err() || self.try_end(what) {
             return;
         }
         self.withheld.lock().push(what);
@@ -214,15 +255,16 @@ impl Inner {
     }
 
     /// Tries once more to end what is held back. Says how much is left.
-    pub(crate) fn retry_withheld(&self) -> usize {
-        let waiting = std::mem::take(&mut *self.withheld.lock());
-        let left: Vec<_> = waiting.into_iter().filter(|what| !self.try_end(*what)).collect();
+    pub(crate) fn retry_withheld(self: &Arc<Self>) -> usize {
+        // What is tried still counts as held back.
+        let waiting = self.withheld.lock().clone();
+        let ended: HashSet<_> = waiting.into_iter().filter(|what| self.try_end(*what)).collect();
         let mut withheld = self.withheld.lock();
-        withheld.extend(left);
+        withheld.retain(|what| !ended.contains(what));
         withheld.len()
     }
 
-    fn try_end(&self, what: Withheld) -> bool {
+    fn try_end(self: &Arc<Self>, what: Withheld) -> bool {
         let now = Deadline::at(std::time::Instant::now());
         let outcome = match what {
             Withheld::Grant(token) => self.revoke(token, now),

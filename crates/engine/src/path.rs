@@ -1,12 +1,14 @@
 //! A path as the engine sees it: the transport's handle, what is under way on it, and what waits for room.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::{Mutex, RwLock};
-use posthorse_core::{Error, ErrorKind, Path, PathState, Priority, SegmentId, Transport, TransportId};
+use posthorse_core::{
+    Error, ErrorKind, Path, PathId, PathState, Priority, SegmentId, Transport, TransportId,
+};
 
 use crate::submission::Submission;
 
@@ -20,8 +22,8 @@ pub(crate) struct Run {
 /// A path to a peer.
 #[derive(Debug)]
 pub(crate) struct PathEntry {
-    /// Its index among all paths of the engine.
-    pub(crate) index: u32,
+    /// Its number among all paths the engine ever had.
+    pub(crate) number: u64,
     pub(crate) peer: SegmentId,
     pub(crate) transport_id: TransportId,
     pub(crate) transport: Arc<dyn Transport>,
@@ -44,7 +46,7 @@ struct Queue {
 
 impl PathEntry {
     pub(crate) fn new(
-        index: u32,
+        number: u64,
         peer: SegmentId,
         transport_id: TransportId,
         transport: Arc<dyn Transport>,
@@ -55,7 +57,7 @@ impl PathEntry {
             PathState::Down(reason) => Some(reason.clone()),
         };
         Self {
-            index,
+            number,
             peer,
             transport_id,
             transport,
@@ -83,7 +85,14 @@ impl PathEntry {
     pub(crate) fn take_down(&self, reason: &Error) -> Vec<Run> {
         self.reason.lock().get_or_insert_with(|| reason.clone());
         self.down.store(true, Ordering::Release);
-        self.take_if(|_| true)
+        // By the queue's lock, whoever queues a run hereafter finds the path down.
+        self.with_queue(Queue::take_all)
+    }
+
+    /// Notes that the transport says it can be used again.
+    pub(crate) fn come_up(&self) {
+        *self.reason.lock() = None;
+        self.down.store(false, Ordering::Release);
     }
 
     /// The error of whatever was to go over it.
@@ -106,7 +115,8 @@ impl PathEntry {
 
     /// Whether something waits for room, so that newcomers have to wait too.
     pub(crate) fn has_queue(&self) -> bool {
-        self.queued.load(Ordering::Acquire) > 0
+        // Sequentially consistent with the rings: see `Inner::pump`.
+        self.queued.load(Ordering::SeqCst) > 0
     }
 
     /// Queues a run behind those of its priority.
@@ -139,10 +149,6 @@ impl PathEntry {
 
     /// Takes every run whose submission is being called off.
     pub(crate) fn take_doomed(&self) -> Vec<Run> {
-        self.take_if(|run| run.submission.doomed().is_some())
-    }
-
-    fn take_if(&self, which: impl Fn(&Run) -> bool) -> Vec<Run> {
         if !self.has_queue() {
             return Vec::new();
         }
@@ -150,7 +156,7 @@ impl PathEntry {
         self.with_queue(|queue| {
             for runs in &mut queue.runs {
                 runs.retain(|run| {
-                    let take = which(run);
+                    let take = run.submission.doomed().is_some();
                     if take {
                         taken.push(run.clone());
                     }
@@ -161,16 +167,25 @@ impl PathEntry {
         taken
     }
 
+    /// Takes everything that waits.
+    pub(crate) fn take_all(&self) -> Vec<Run> {
+        self.with_queue(Queue::take_all)
+    }
+
     fn with_queue<T>(&self, work: impl FnOnce(&mut Queue) -> T) -> T {
         let mut queue = self.queue.lock();
         let result = work(&mut queue);
         let queued = queue.runs.iter().map(VecDeque::len).sum();
-        self.queued.store(queued, Ordering::Release);
+        self.queued.store(queued, Ordering::SeqCst);
         result
     }
 }
 
 impl Queue {
+    fn take_all(&mut self) -> Vec<Run> {
+        self.runs.iter_mut().flat_map(std::mem::take).collect()
+    }
+
     const fn of(&mut self, priority: Priority) -> &mut VecDeque<Run> {
         let [high, medium, low] = &mut self.runs;
         match priority {
@@ -181,41 +196,51 @@ impl Queue {
     }
 }
 
-/// All paths of an engine, by index. Indices of paths that were given up are used again.
+/// All paths of an engine.
 #[derive(Debug, Default)]
 pub(crate) struct Paths {
-    entries: RwLock<Vec<Option<Arc<PathEntry>>>>,
+    known: RwLock<Known>,
+}
+
+#[derive(Debug, Default)]
+struct Known {
+    /// The number of the latest path. Numbers are not used again: a slice may end long after its path was given up.
+    last: u64,
+    by_number: HashMap<u64, Arc<PathEntry>>,
+    by_id: HashMap<(TransportId, PathId), Arc<PathEntry>>,
 }
 
 impl Paths {
-    pub(crate) fn insert(&self, make: impl FnOnce(u32) -> PathEntry) -> Arc<PathEntry> {
-        let mut entries = self.entries.write();
-        let index = entries.iter().position(Option::is_none).unwrap_or_else(|| {
-            entries.push(None);
-            entries.len() - 1
-        });
-        let entry = Arc::new(make(index as u32));
-        entries[index] = Some(Arc::clone(&entry));
+    pub(crate) fn insert(&self, make: impl FnOnce(u64) -> PathEntry) -> Arc<PathEntry> {
+        let mut known = self.known.write();
+        known.last += 1;
+        let entry = Arc::new(make(known.last));
+        known.by_number.insert(entry.number, Arc::clone(&entry));
+        known.by_id.insert((entry.transport_id, entry.info.id), Arc::clone(&entry));
         entry
     }
 
-    pub(crate) fn get(&self, index: u32) -> Option<Arc<PathEntry>> {
-        self.entries.read().get(index as usize)?.clone()
+    /// The path of this number, unless it was given up.
+    pub(crate) fn get(&self, number: u64) -> Option<Arc<PathEntry>> {
+        self.known.read().by_number.get(&number).cloned()
     }
 
     /// The path that a transport knows under `id`.
-    pub(crate) fn find(&self, transport: TransportId, id: posthorse_core::PathId) -> Option<Arc<PathEntry>> {
-        let entries = self.entries.read();
-        entries.iter().flatten().find(|entry| entry.transport_id == transport && entry.info.id == id).cloned()
+    pub(crate) fn find(&self, transport: TransportId, id: PathId) -> Option<Arc<PathEntry>> {
+        self.known.read().by_id.get(&(transport, id)).cloned()
     }
 
-    pub(crate) fn remove(&self, index: u32) {
-        if let Some(entry) = self.entries.write().get_mut(index as usize) {
-            *entry = None;
+    pub(crate) fn remove(&self, entry: &PathEntry) {
+        let mut known = self.known.write();
+        known.by_number.remove(&entry.number);
+        let id = (entry.transport_id, entry.info.id);
+        // The transport may have used its own number again.
+        if known.by_id.get(&id).is_some_and(|there| there.number == entry.number) {
+            known.by_id.remove(&id);
         }
     }
 
     pub(crate) fn all(&self) -> Vec<Arc<PathEntry>> {
-        self.entries.read().iter().flatten().cloned().collect()
+        self.known.read().by_number.values().cloned().collect()
     }
 }

@@ -1,7 +1,7 @@
 //! Peers: what is known of them, how each transport reaches them, and what waits for a way to them.
 
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use parking_lot::{Mutex, RwLock};
 use posthorse_core::{
@@ -9,7 +9,7 @@ use posthorse_core::{
 };
 
 use crate::path::{PathEntry, Run};
-use crate::select::{Candidate, Choice, Reach, choose};
+use crate::select::{Choice, Reach, choose};
 use crate::signal::Signal;
 
 /// A peer's segment that was opened: one life of one engine.
@@ -93,7 +93,10 @@ pub(crate) enum How {
     Absent,
     /// It was not needed so far.
     Untried,
-    Connecting,
+    Connecting {
+        /// Whether it was tried before.
+        again: bool,
+    },
     Connected(Vec<Arc<PathEntry>>),
     Failed {
         error: Error,
@@ -104,14 +107,7 @@ pub(crate) enum How {
 impl Peer {
     /// A peer as its descriptor says; `transports` are those installed here, in order of preference.
     pub(crate) fn new(id: SegmentId, desc: SegmentDesc, transports: &[(TransportId, String)]) -> Self {
-        let reaches = transports
-            .iter()
-            .map(|(transport, name)| State {
-                transport: *transport,
-                name: name.clone(),
-                how: if desc.transports.contains_key(name) { How::Untried } else { How::Absent },
-            })
-            .collect();
+        let reaches = states(&desc, transports);
         Self {
             id,
             name: desc.name.clone(),
@@ -137,11 +133,26 @@ impl Peer {
             && (self.incarnation.is_some() || self.published.read().desc.transports == desc.transports)
     }
 
-    /// Takes a newer descriptor of the same life.
-    pub(crate) fn update(&self, desc: SegmentDesc) {
-        if *self.published.read().desc != desc {
-            *self.published.write() = Published::new(desc);
+    /// Takes a newer descriptor of the same life, and what is installed here now.
+    pub(crate) fn update(&self, desc: &SegmentDesc, transports: &[(TransportId, String)]) {
+        if *self.published.read().desc == *desc && self.knows(transports) {
+            return;
         }
+        *self.published.write() = Published::new(desc.clone());
+        let mut reaches = self.reaches.lock();
+        let mut known = std::mem::take(&mut *reaches);
+        *reaches = states(desc, transports);
+        for state in reaches.iter_mut() {
+            let before = known.iter_mut().find(|before| before.transport == state.transport);
+            if let Some(before) = before.filter(|before| !matches!(before.how, How::Absent)) {
+                state.how = std::mem::replace(&mut before.how, How::Absent);
+            }
+        }
+    }
+
+    fn knows(&self, transports: &[(TransportId, String)]) -> bool {
+        let reaches = self.reaches.lock();
+        reaches.iter().map(|state| state.transport).eq(transports.iter().map(|(id, _)| *id))
     }
 
     /// The token for a range that the peer published.
@@ -170,37 +181,28 @@ impl Peer {
         self.ended.get()
     }
 
-    /// What to do with requests of this route.
-    pub(crate) fn choose(&self, route: Route, retry_after: Duration) -> Decision {
+    /// What to do with requests of this route; `worth_again` says whether to try a transport that failed then.
+    pub(crate) fn choose(&self, route: Route, worth_again: impl Fn(Instant) -> bool) -> Decision {
         if self.ended.get().is_some() {
             return Decision::None;
         }
         let reaches = self.reaches.lock();
-        let mut paths: Vec<&Arc<PathEntry>> = Vec::new();
-        let candidates: Vec<Candidate> = reaches
-            .iter()
-            .map(|state| Candidate {
-                transport: state.transport,
-                reach: match &state.how {
-                    How::Connected(entries) => {
-                        let mut up = Vec::new();
-                        for entry in entries.iter().filter(|entry| entry.is_up()) {
-                            up.push((paths.len(), entry.under_way()));
-                            paths.push(entry);
-                        }
-                        // Connected, and all went down since: worth a new connection.
-                        if up.is_empty() { Reach::Worth } else { Reach::Up(up) }
-                    }
-                    How::Untried | How::Connecting => Reach::Worth,
-                    How::Failed { at, .. } if at.elapsed() >= retry_after => Reach::Worth,
-                    How::Failed { .. } | How::Absent => Reach::Out,
-                },
-            })
-            .collect();
-        match choose(route, &candidates) {
-            Choice::Use(index) => {
-                paths.get(index).map_or(Decision::None, |path| Decision::Use(Arc::clone(path)))
-            }
+        let candidates = reaches.iter().map(|state| {
+            let reach = match &state.how {
+                How::Connected(entries) => {
+                    let up = entries.iter().filter(|entry| entry.is_up());
+                    // Connected, and all went down since: worth a new connection.
+                    up.min_by_key(|entry| entry.under_way()).map_or(Reach::Again, Reach::Up)
+                }
+                How::Untried | How::Connecting { again: false } => Reach::New,
+                How::Connecting { again: true } => Reach::Again,
+                How::Failed { at, .. } if worth_again(*at) => Reach::Again,
+                How::Failed { .. } | How::Absent => Reach::Out,
+            };
+            (state.transport, reach)
+        });
+        match choose(route, candidates) {
+            Choice::Use(path, again) => Decision::Use(Arc::clone(path), again),
             Choice::Connect(transport) => Decision::Connect(transport),
             Choice::None => Decision::None,
         }
@@ -212,42 +214,49 @@ impl Peer {
         let mut reaches = self.reaches.lock();
         let state = reaches.iter_mut().find(|state| state.transport == transport)?;
         match &mut state.how {
-            How::Connecting | How::Absent => None,
+            How::Connecting { .. } | How::Absent => None,
             How::Connected(entries) if entries.iter().any(|entry| entry.is_up()) => None,
             How::Connected(entries) => {
                 let old = std::mem::take(entries);
-                state.how = How::Connecting;
+                state.how = How::Connecting { again: true };
                 Some(old)
             }
             How::Untried | How::Failed { .. } => {
-                state.how = How::Connecting;
+                let again = matches!(state.how, How::Failed { .. });
+                state.how = How::Connecting { again };
                 Some(Vec::new())
             }
         }
     }
 
-    /// Notes what became of connecting a transport.
-    pub(crate) fn connected(&self, transport: TransportId, outcome: Result<Vec<Arc<PathEntry>>, Error>) {
+    /// Notes what became of connecting a transport. The paths are returned when it is no more.
+    #[must_use]
+    pub(crate) fn connected(
+        &self,
+        transport: TransportId,
+        outcome: Result<Vec<Arc<PathEntry>>, Error>,
+    ) -> Vec<Arc<PathEntry>> {
         let mut reaches = self.reaches.lock();
+        let mut left = Vec::new();
         if let Some(state) = reaches.iter_mut().find(|state| state.transport == transport) {
             state.how = match outcome {
-                Ok(entries) if entries.iter().any(|entry| entry.is_up()) => How::Connected(entries),
-                Ok(entries) => {
-                    let reason = entries.iter().find_map(|entry| entry.reason());
-                    let error = reason.unwrap_or_else(|| Error::new(ErrorKind::NoPath, "no path was found"));
-                    How::Failed { error, at: Instant::now() }
-                }
+                Ok(entries) => How::Connected(entries),
                 Err(error) => How::Failed { error, at: Instant::now() },
             };
+        } else {
+            left = outcome.unwrap_or_default();
         }
         drop(reaches);
         self.signal.ring();
+        left
     }
 
     /// Whether a transport is being connected.
     pub(crate) fn is_connecting(&self, transport: TransportId) -> bool {
         let reaches = self.reaches.lock();
-        reaches.iter().any(|state| state.transport == transport && matches!(state.how, How::Connecting))
+        reaches
+            .iter()
+            .any(|state| state.transport == transport && matches!(state.how, How::Connecting { .. }))
     }
 
     /// Has a run wait until a transport was tried.
@@ -258,6 +267,9 @@ impl Peer {
     /// What waits for a path.
     pub(crate) fn take_waiting(&self, which: impl Fn(&Run) -> bool) -> Vec<Run> {
         let mut waiting = self.waiting.lock();
+        if waiting.is_empty() {
+            return Vec::new();
+        }
         let (taken, left) = std::mem::take(&mut *waiting).into_iter().partition(which);
         *waiting = left;
         taken
@@ -322,10 +334,23 @@ impl Peer {
     }
 }
 
+/// The transports installed here, none of which was tried.
+fn states(desc: &SegmentDesc, transports: &[(TransportId, String)]) -> Vec<State> {
+    let state = |(transport, name): &(TransportId, String)| State {
+        transport: *transport,
+        name: name.clone(),
+        how: if desc.transports.contains_key(name) { How::Untried } else { How::Absent },
+    };
+    transports.iter().map(state).collect()
+}
+
 /// What to do with a run of requests.
 #[derive(Debug)]
 pub(crate) enum Decision {
-    Use(Arc<PathEntry>),
+    /// Send it along this path; and connect a better transport meanwhile.
+    Use(Arc<PathEntry>, Option<TransportId>),
+    /// Connect this transport first.
     Connect(TransportId),
+    /// There is no way.
     None,
 }

@@ -1,7 +1,7 @@
 //! The peers that are open, by number and by name.
 
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use parking_lot::RwLock;
 use posthorse_core::SegmentId;
@@ -17,13 +17,16 @@ pub(crate) struct Peers {
 struct Known {
     last: u64,
     by_id: HashMap<SegmentId, Arc<Peer>>,
+    /// Lives that are over, for as long as somebody holds their segment: requests against them are told why.
+    over: HashMap<SegmentId, Weak<Peer>>,
     /// The newest life of each name.
     by_name: HashMap<String, SegmentId>,
 }
 
 impl Peers {
     pub(crate) fn by_id(&self, id: SegmentId) -> Option<Arc<Peer>> {
-        self.inner.read().by_id.get(&id).cloned()
+        let known = self.inner.read();
+        known.by_id.get(&id).cloned().or_else(|| known.over.get(&id)?.upgrade())
     }
 
     pub(crate) fn by_name(&self, name: &str) -> Option<Arc<Peer>> {
@@ -31,14 +34,30 @@ impl Peers {
         known.by_id.get(known.by_name.get(name)?).cloned()
     }
 
-    pub(crate) fn insert(&self, make: impl FnOnce(SegmentId) -> Peer) -> Arc<Peer> {
+    /// The peer of this name, if it is the `same`, else a new one; then the one that it replaces is returned too.
+    pub(crate) fn adopt(
+        &self,
+        name: &str,
+        same: impl FnOnce(&Peer) -> bool,
+        make: impl FnOnce(SegmentId) -> Peer,
+    ) -> (Arc<Peer>, Option<Arc<Peer>>) {
         let mut known = self.inner.write();
+        let id = known.by_name.get(name).copied();
+        let there = id.and_then(|id| known.by_id.get(&id)).cloned();
+        if let Some(there) = there.as_ref().filter(|there| same(there)) {
+            return (Arc::clone(there), None);
+        }
+        if let Some(there) = &there {
+            known.by_id.remove(&there.id);
+            known.over.retain(|_, peer| peer.strong_count() > 0);
+            known.over.insert(there.id, Arc::downgrade(there));
+        }
         known.last += 1;
         let id = SegmentId(known.last);
         let peer = Arc::new(make(id));
         known.by_id.insert(id, Arc::clone(&peer));
-        known.by_name.insert(peer.name.clone(), id);
-        peer
+        known.by_name.insert(name.to_owned(), id);
+        (peer, there)
     }
 
     /// The engine's own segment, which is found by its number alone.

@@ -1,8 +1,11 @@
 //! What becomes of a slice that failed: a pure decision.
 
-use posthorse_core::{Error, FarEnd, Opcode};
+use posthorse_core::{Error, ErrorKind, FarEnd, Opcode};
 
 use crate::submission::Doom;
+
+/// How often a slice is sent, whatever flushes it. What counts the attempts counts to 63.
+const MOST_ATTEMPTS: u32 = 60;
 
 /// What is known of a failed slice.
 #[derive(Debug, Clone, Copy)]
@@ -33,17 +36,13 @@ pub(crate) fn decide(error: &Error, failed: Failed) -> Verdict {
         return Verdict::CalledOff(doom);
     }
     let quiet = failed.opcode == Opcode::Read || failed.far_end == FarEnd::Quiet;
-    if error.retryable() && quiet && failed.attempts < failed.max_attempts {
-        Verdict::Again
-    } else {
-        Verdict::Fails
-    }
+    // A fence is the engine's own doing, for another transfer's sake: it does not count as an attempt, within reason.
+    let most = if error.kind() == ErrorKind::Flushed { MOST_ATTEMPTS } else { failed.max_attempts };
+    if error.retryable() && quiet && failed.attempts < most { Verdict::Again } else { Verdict::Fails }
 }
 
 #[cfg(test)]
 mod tests {
-    use posthorse_core::ErrorKind;
-
     use super::*;
 
     #[test]
@@ -58,7 +57,8 @@ mod tests {
             (ErrorKind::PathFailed, Write, Quiet, 3, None, Fails),
             (ErrorKind::AccessDenied, Write, Quiet, 1, None, Fails),
             (ErrorKind::Flushed, Write, Quiet, 1, Some(Doom::Expired), CalledOff(Doom::Expired)),
-            (ErrorKind::Flushed, Write, Quiet, 1, None, Again),
+            (ErrorKind::Flushed, Write, Quiet, 3, None, Again),
+            (ErrorKind::Flushed, Write, Quiet, 60, None, Fails),
         ] {
             let failed = Failed { opcode, far_end, attempts, max_attempts: 3, doomed };
             assert_eq!(decide(&Error::new(kind, "x"), failed), verdict, "{kind} {failed:?}");

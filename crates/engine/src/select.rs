@@ -2,57 +2,52 @@
 
 use posthorse_core::{Route, TransportId};
 
-/// What is known of one installed transport towards one peer, in the engine's order of preference.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Candidate {
-    pub(crate) transport: TransportId,
-    pub(crate) reach: Reach,
-}
-
-/// How a transport reaches a peer.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Reach {
-    /// It has paths that are up: each path's index, and the bytes under way on it.
-    Up(Vec<(usize, u64)>),
-    /// It was not tried yet, or failed long enough ago to be tried again.
-    Worth,
+/// How a transport reaches a peer. `P` is a path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Reach<P> {
+    /// By this path, the one of its paths that has the least under way.
+    Up(P),
+    /// It was not tried yet, or is being tried for the first time: worth waiting for.
+    New,
+    /// It was tried, and failed or went down: to be tried again, and not waited for where there is another way.
+    Again,
     /// It cannot be had now.
     Out,
 }
 
 /// What to do with a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Choice {
-    /// Send it along the path of this index.
-    Use(usize),
+pub(crate) enum Choice<P> {
+    /// Send it along this path; and try a better transport again meanwhile.
+    Use(P, Option<TransportId>),
     /// Connect this transport first.
     Connect(TransportId),
     /// There is no way.
     None,
 }
 
-/// Chooses a path. Of a transport's several paths, the one with the least under way.
-pub(crate) fn choose(route: Route, candidates: &[Candidate]) -> Choice {
+/// Chooses a path, of candidates in the engine's order of preference.
+pub(crate) fn choose<P>(
+    route: Route,
+    candidates: impl Iterator<Item = (TransportId, Reach<P>)> + Clone,
+) -> Choice<P> {
     let first = match route {
         Route::Auto => None,
         Route::Prefer(transport) | Route::Require(transport) => Some(transport),
     };
-    let named = candidates.iter().filter(|candidate| Some(candidate.transport) == first);
-    let others = candidates
-        .iter()
-        .filter(|candidate| Some(candidate.transport) != first && !matches!(route, Route::Require(_)));
-    for Candidate { transport, reach } in named.chain(others) {
+    let named = candidates.clone().filter(|(transport, _)| Some(*transport) == first);
+    let others =
+        candidates.filter(|(transport, _)| Some(*transport) != first && !matches!(route, Route::Require(_)));
+    let mut again = None;
+    for (transport, reach) in named.chain(others) {
         match reach {
-            Reach::Up(paths) => {
-                if let Some((index, _)) = paths.iter().min_by_key(|(_, under_way)| *under_way) {
-                    return Choice::Use(*index);
-                }
-            }
-            Reach::Worth => return Choice::Connect(*transport),
+            Reach::Up(path) => return Choice::Use(path, again),
+            Reach::New => return Choice::Connect(again.unwrap_or(transport)),
+            Reach::Again => again = again.or(Some(transport)),
             Reach::Out => {}
         }
     }
-    Choice::None
+    again.map_or(Choice::None, Choice::Connect)
 }
 
 #[cfg(test)]
@@ -62,38 +57,32 @@ mod tests {
     const SHM: TransportId = TransportId(0);
     const TCP: TransportId = TransportId(1);
 
-    fn candidates(shm: Reach, tcp: Reach) -> [Candidate; 2] {
-        [Candidate { transport: SHM, reach: shm }, Candidate { transport: TCP, reach: tcp }]
-    }
-
     #[test]
     fn the_table_of_choices() {
         use Choice::{Connect, None, Use};
-        use Reach::{Out, Up, Worth};
+        use Reach::{Again, New, Out, Up};
         use Route::{Auto, Prefer, Require};
-        let up = |index| Up(vec![(index, 0)]);
         for (route, shm, tcp, choice) in [
-            (Auto, up(0), up(1), Use(0)),
-            (Auto, Worth, up(1), Connect(SHM)),
-            (Auto, Out, up(1), Use(1)),
-            (Auto, Out, Worth, Connect(TCP)),
+            (Auto, Up(0), Up(1), Use(0, Option::None)),
+            (Auto, New, Up(1), Connect(SHM)),
+            (Auto, Again, Up(1), Use(1, Some(SHM))),
+            (Auto, Out, Up(1), Use(1, Option::None)),
+            (Auto, Again, New, Connect(SHM)),
+            (Auto, Again, Again, Connect(SHM)),
+            (Auto, Again, Out, Connect(SHM)),
+            (Auto, Out, New, Connect(TCP)),
             (Auto, Out, Out, None),
-            (Prefer(TCP), up(0), up(1), Use(1)),
-            (Prefer(TCP), up(0), Worth, Connect(TCP)),
-            (Prefer(TCP), up(0), Out, Use(0)),
-            (Require(TCP), up(0), up(1), Use(1)),
-            (Require(TCP), up(0), Worth, Connect(TCP)),
-            (Require(TCP), up(0), Out, None),
-            (Require(TransportId(9)), up(0), up(1), None),
+            (Prefer(TCP), Up(0), Up(1), Use(1, Option::None)),
+            (Prefer(TCP), Up(0), New, Connect(TCP)),
+            (Prefer(TCP), Up(0), Again, Use(0, Some(TCP))),
+            (Prefer(TCP), Up(0), Out, Use(0, Option::None)),
+            (Require(TCP), Up(0), Up(1), Use(1, Option::None)),
+            (Require(TCP), Up(0), Again, Connect(TCP)),
+            (Require(TCP), Up(0), Out, None),
+            (Require(TransportId(9)), Up(0), Up(1), None),
         ] {
-            let known = candidates(shm, tcp);
-            assert_eq!(choose(route, &known), choice, "{route:?} {known:?}");
+            let known = [(SHM, shm), (TCP, tcp)];
+            assert_eq!(choose(route, known.into_iter()), choice, "{route:?} {known:?}");
         }
-    }
-
-    #[test]
-    fn of_several_rails_the_one_with_the_least_under_way_is_taken() {
-        let known = candidates(Reach::Out, Reach::Up(vec![(3, 500), (4, 20), (5, 400)]));
-        assert_eq!(choose(Route::Auto, &known), Choice::Use(4));
     }
 }

@@ -22,7 +22,7 @@ pub(crate) struct Signal {
 impl Signal {
     /// Says that the condition may have changed. The change must have happened before the call.
     pub(crate) fn ring(&self) {
-        // Orders the caller's change before the load; pairs with the SeqCst increment in `wait` and `poll`:
+        // Orders the caller's change before the load; pairs with the fences in `wait` and `poll`:
         // either we see the waiter, or the waiter sees the change.
         fence(Ordering::SeqCst);
         if self.waiting.load(Ordering::SeqCst) == 0 {
@@ -58,6 +58,8 @@ impl Signal {
             }
         }
         self.waiting.fetch_add(1, Ordering::SeqCst);
+        // Pairs with the fence in `ring`: what `done` reads must not be older than our being counted.
+        fence(Ordering::SeqCst);
         let mut lock = self.wakers.lock();
         let outcome = loop {
             if done() {
@@ -85,6 +87,8 @@ impl Signal {
             self.waiting.fetch_add(1, Ordering::SeqCst);
         }
         drop(wakers);
+        // As in `wait`.
+        fence(Ordering::SeqCst);
         // A change between the first look and the registration may have found nobody to wake.
         if done() { Poll::Ready(()) } else { Poll::Pending }
     }

@@ -102,21 +102,21 @@ struct Task {
 
 /// A piece's state, attempts and path in one word.
 #[derive(Debug)]
-struct PieceCell(AtomicU32);
+struct PieceCell(AtomicU64);
 
-const QUEUED: u32 = 0;
-const POSTED: u32 = 1;
-const ENDED: u32 = 2;
-const STATE: u32 = 0b11;
-const ATTEMPT: u32 = 0b100;
-const ATTEMPTS: u32 = 0xfc;
+const QUEUED: u64 = 0;
+const POSTED: u64 = 1;
+const ENDED: u64 = 2;
+const STATE: u64 = 0b11;
+const ATTEMPT: u64 = 0b100;
+const ATTEMPTS: u64 = 0xfc;
 const PATH_SHIFT: u32 = 8;
 
 /// A posted piece that has just ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Ended {
-    /// The engine's index of the path it was posted to.
-    pub(crate) path: u32,
+    /// The engine's number of the path it was posted to.
+    pub(crate) path: u64,
     /// How often it was posted.
     pub(crate) attempts: u32,
 }
@@ -197,14 +197,10 @@ impl Submission {
         self.tasks_left.load(Ordering::Acquire) == 0
     }
 
-    /// Whether the tasks of a group have ended; a group that does not occur has.
-    pub(crate) fn group_ended(&self, group: u32) -> bool {
-        self.work
-            .groups
-            .iter()
-            .position(|known| *known == group)
-            .and_then(|index| self.groups_left.get(index))
-            .is_none_or(|left| left.load(Ordering::Acquire) == 0)
+    /// How many tasks of a group have not ended; `None` for a group that does not occur.
+    pub(crate) fn group_left(&self, group: u32) -> Option<&AtomicU32> {
+        let index = self.work.groups.iter().position(|known| *known == group)?;
+        self.groups_left.get(index)
     }
 
     /// The first error of a group's tasks.
@@ -248,7 +244,7 @@ impl Submission {
     }
 
     /// Notes that a piece is being posted to a path.
-    pub(crate) fn post(&self, piece: u32, path: u32) {
+    pub(crate) fn post(&self, piece: u32, path: u64) {
         let Some(PieceCell(cell)) = self.pieces.get(piece as usize) else { return };
         let attempts = cell.load(Ordering::Relaxed) & ATTEMPTS;
         let attempts = (attempts + ATTEMPT).min(ATTEMPTS);
@@ -268,13 +264,15 @@ impl Submission {
         let before = cell.fetch_update(Ordering::AcqRel, Ordering::Acquire, |word| {
             (word & STATE == POSTED).then_some((word & ATTEMPTS) | QUEUED)
         });
-        before.ok().map(|word| Ended { path: word >> PATH_SHIFT, attempts: (word & ATTEMPTS) / ATTEMPT })
+        before
+            .ok()
+            .map(|word| Ended { path: word >> PATH_SHIFT, attempts: ((word & ATTEMPTS) / ATTEMPT) as u32 })
     }
 
     /// The paths on which pieces are in flight, each once.
-    pub(crate) fn paths_in_flight(&self) -> Vec<u32> {
+    pub(crate) fn paths_in_flight(&self) -> Vec<u64> {
         let words = self.pieces.iter().map(|PieceCell(cell)| cell.load(Ordering::Acquire));
-        let mut paths: Vec<u32> =
+        let mut paths: Vec<u64> =
             words.filter(|word| word & STATE == POSTED).map(|word| word >> PATH_SHIFT).collect();
         paths.sort_unstable();
         paths.dedup();
@@ -342,6 +340,6 @@ impl Task {
 
 impl Default for PieceCell {
     fn default() -> Self {
-        Self(AtomicU32::new(QUEUED))
+        Self(AtomicU64::new(QUEUED))
     }
 }

@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
-use posthorse_core::{Error, Result};
+use posthorse_core::{Error, ErrorKind, Result};
 
 use crate::engine::Inner;
 use crate::submission::Doom;
@@ -26,8 +26,12 @@ pub(crate) struct Ticker {
 
 #[derive(Debug, Default, PartialEq, Eq, Clone, Copy)]
 enum State {
+    /// The thread is parked.
     #[default]
-    Idle,
+    Parked,
+    /// It looks after things, and has seen all there were when it last began to.
+    Ticking,
+    /// Something came since.
     Armed,
     Stopped,
 }
@@ -36,9 +40,13 @@ impl Ticker {
     /// Something has to be looked after from now on.
     pub(crate) fn arm(&self) {
         let mut state = self.state.lock();
-        if *state == State::Idle {
-            *state = State::Armed;
-            self.wake.notify_one();
+        match *state {
+            State::Parked => {
+                *state = State::Armed;
+                self.wake.notify_one();
+            }
+            State::Ticking => *state = State::Armed,
+            State::Armed | State::Stopped => {}
         }
     }
 
@@ -50,14 +58,18 @@ impl Ticker {
     /// Waits for the next tick, or while there is nothing to do. Says whether to go on.
     fn next(&self, idle: bool) -> bool {
         let mut state = self.state.lock();
-        if idle {
-            if *state == State::Armed {
-                *state = State::Idle;
-            }
-            self.wake.wait_while(&mut state, |state| *state == State::Idle);
+        if idle && *state == State::Ticking {
+            *state = State::Parked;
+        }
+        if *state == State::Parked {
+            self.wake.wait_while(&mut state, |state| *state == State::Parked);
         } else {
             let until = Instant::now() + TICK;
             self.wake.wait_while_until(&mut state, |state| *state != State::Stopped, until);
+        }
+        // What comes while the tick is looking must make for another.
+        if *state == State::Armed {
+            *state = State::Ticking;
         }
         *state != State::Stopped
     }
@@ -94,17 +106,26 @@ impl Inner {
         if !expired.is_empty() {
             self.doom(&expired, Doom::Expired);
         }
+        let mut doomed = live.iter().filter(|submission| submission.doomed().is_some()).peekable();
+        if doomed.peek().is_some() {
+            // Something may have come to wait, or gone out, just when it was being called off.
+            self.sweep();
+        }
         let keys: HashSet<u32> = live.iter().map(|submission| submission.key).collect();
         doomed_since.retain(|key, _| keys.contains(key));
-        for submission in live.iter().filter(|submission| submission.doomed().is_some()) {
+        for submission in doomed {
             let since = *doomed_since.entry(submission.key).or_insert(now);
             if now.duration_since(since) < self.config.cancel_grace() {
+                self.cancel(submission);
                 continue;
             }
             // What is still under way cannot be called back one by one: the path is fenced, and what else went
             // along it is sent again.
             for path in submission.paths_in_flight().into_iter().filter_map(|index| self.paths.get(index)) {
                 tracing::info!(path = %path.info.remote_device, "fencing a path for transfers that were called off");
+                let reason =
+                    Error::new(ErrorKind::Flushed, "the path was fenced for transfers that were called off");
+                self.path_down(&path, &reason);
                 path.transport.fence(path.info.id);
             }
             doomed_since.insert(submission.key, now);
@@ -112,6 +133,9 @@ impl Inner {
         let watched = live
             .iter()
             .any(|submission| submission.deadline.instant().is_some() || submission.doomed().is_some());
-        self.retry_withheld() > 0 || watched
+        let later = std::mem::take(&mut *self.later.lock());
+        let notices = !later.is_empty();
+        self.relaunch(later);
+        self.retry_withheld() > 0 || notices || watched
     }
 }

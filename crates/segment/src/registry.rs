@@ -159,6 +159,14 @@ impl Registry {
         Ok(registered)
     }
 
+    /// Closes a region and every grant on it: nobody begins to use it any more. Those inside go on.
+    ///
+    /// # Errors
+    /// `NotRegistered`.
+    pub fn close(&self, id: RegionId) -> Result<()> {
+        self.write().close_region(id).map(drop).ok_or_else(|| not_registered(id))
+    }
+
     /// Unregisters a region: closes it and every grant on it, then waits for pins and admissions to end.
     ///
     /// # Errors

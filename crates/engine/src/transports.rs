@@ -1,0 +1,172 @@
+//! The transports of an engine, and what follows from which there are.
+
+use std::sync::Arc;
+
+use parking_lot::RwLock;
+use posthorse_core::{Capabilities, Error, ErrorKind, Result, Route, Transport, TransportId};
+use serde_json::Value;
+
+use crate::config::{EngineConfig, Preference};
+use crate::slicing::SliceLength;
+
+/// A number that no transport has: what is required of it reaches nobody.
+const NOBODY: TransportId = TransportId(u8::MAX);
+
+/// A transport and what it said of itself when it was started.
+#[derive(Debug, Clone)]
+pub(crate) struct Slot {
+    pub(crate) id: TransportId,
+    pub(crate) name: String,
+    pub(crate) transport: Arc<dyn Transport>,
+    pub(crate) published: Value,
+    pub(crate) capabilities: Capabilities,
+    standing: Standing,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Standing {
+    Starting,
+    Installed,
+    Gone,
+}
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub(crate) struct Transports {
+    /// The names in the configured order of preference.
+    order: Vec<String>,
+    preference: Preference,
+    slice_bytes: u64,
+    state: RwLock<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    /// By number. Numbers are not used again after an uninstall.
+    slots: Vec<Slot>,
+    route: Route,
+    slice_length: SliceLength,
+}
+
+impl Transports {
+    pub(crate) fn new(config: &EngineConfig) -> Result<Self> {
+        let slice_length = SliceLength { preferred: u64::MAX, max: u64::MAX };
+        Ok(Self {
+            order: config.transport_order.clone(),
+            preference: config.preference()?,
+            slice_bytes: config.slice_bytes,
+            state: RwLock::new(State { slots: Vec::new(), route: Route::Auto, slice_length }),
+        })
+    }
+
+    /// Takes a number for a transport that is about to be started. Until [`Transports::started`] nobody else finds it.
+    pub(crate) fn reserve(&self, transport: &Arc<dyn Transport>) -> Result<TransportId> {
+        let (name, capabilities) = (transport.name().to_owned(), transport.capabilities());
+        let mut state = self.state.write();
+        if state.slots.iter().any(|slot| slot.name == name && slot.standing != Standing::Gone) {
+            return Err(Error::new(ErrorKind::Busy, format!("a transport {name:?} is installed already")));
+        }
+        let id = u8::try_from(state.slots.len()).map(TransportId).ok().filter(|id| *id != NOBODY);
+        let id = id.ok_or_else(|| {
+            let text = "255 transports were installed, which is the most there can be";
+            Error::new(ErrorKind::LimitReached, text)
+        })?;
+        state.slots.push(Slot {
+            id,
+            name,
+            transport: Arc::clone(transport),
+            published: Value::Null,
+            capabilities,
+            standing: Standing::Starting,
+        });
+        Ok(id)
+    }
+
+    /// Installs a transport that was started.
+    pub(crate) fn started(&self, id: TransportId, published: Value) {
+        let mut state = self.state.write();
+        if let Some(slot) = state.slots.get_mut(usize::from(id.0)) {
+            slot.published = published;
+            slot.standing = Standing::Installed;
+        }
+        self.settle(&mut state);
+    }
+
+    /// Gives up the number of a transport that was not started, or takes an installed one out: `None` when somebody
+    /// else has.
+    pub(crate) fn take_out(&self, id: TransportId) -> Option<Arc<dyn Transport>> {
+        let mut state = self.state.write();
+        let slot = state.slots.get_mut(usize::from(id.0)).filter(|slot| slot.standing != Standing::Gone)?;
+        slot.standing = Standing::Gone;
+        let transport = Arc::clone(&slot.transport);
+        self.settle(&mut state);
+        Some(transport)
+    }
+
+    /// The transports that are installed, best first.
+    pub(crate) fn installed(&self) -> Vec<Slot> {
+        let state = self.state.read();
+        let installed = state.slots.iter().filter(|slot| slot.standing == Standing::Installed);
+        let mut installed: Vec<Slot> = installed.cloned().collect();
+        drop(state);
+        installed
+            .sort_by_key(|slot| self.order.iter().position(|name| *name == slot.name).unwrap_or(usize::MAX));
+        installed
+    }
+
+    /// The numbers and names of the installed transports, best first.
+    pub(crate) fn names(&self) -> Vec<(TransportId, String)> {
+        self.installed().into_iter().map(|slot| (slot.id, slot.name)).collect()
+    }
+
+    pub(crate) fn get(&self, id: TransportId) -> Option<Arc<dyn Transport>> {
+        let state = self.state.read();
+        let slot = state.slots.get(usize::from(id.0)).filter(|slot| slot.standing == Standing::Installed)?;
+        Some(Arc::clone(&slot.transport))
+    }
+
+    /// # Errors
+    /// `NotFound`, naming those that are installed.
+    pub(crate) fn find(&self, name: &str) -> Result<(TransportId, Arc<dyn Transport>)> {
+        let installed = self.installed();
+        let found = installed.iter().find(|slot| slot.name == name);
+        found.map(|slot| (slot.id, Arc::clone(&slot.transport))).ok_or_else(|| {
+            let names: Vec<_> = installed.iter().map(|slot| slot.name.as_str()).collect();
+            Error::new(
+                ErrorKind::NotFound,
+                format!("no transport {name:?} is installed; installed: {}", names.join(", ")),
+            )
+        })
+    }
+
+    /// The route of requests that leave it open.
+    pub(crate) fn route(&self) -> Route {
+        self.state.read().route
+    }
+
+    /// Where requests are cut.
+    pub(crate) fn slice_length(&self) -> SliceLength {
+        self.state.read().slice_length
+    }
+
+    /// Recomputes what follows from the set of transports.
+    fn settle(&self, state: &mut State) {
+        let installed = || state.slots.iter().filter(|slot| slot.standing == Standing::Installed);
+        let least = |what: fn(&Capabilities) -> u64| {
+            installed().map(|slot| what(&slot.capabilities)).min().unwrap_or(u64::MAX)
+        };
+        let preferred = match self.slice_bytes {
+            0 => least(|known| known.preferred_slice),
+            bytes => bytes,
+        };
+        let slice_length = SliceLength { preferred, max: least(|known| known.max_slice) };
+        let named = |name: &str| installed().find(|slot| slot.name == name).map(|slot| slot.id);
+        let route = match &self.preference {
+            Preference::Auto => Route::Auto,
+            Preference::Prefer(name) => named(name).map_or(Route::Auto, Route::Prefer),
+            // A transport that is not there (yet) reaches nobody.
+            Preference::Require(name) => Route::Require(named(name).unwrap_or(NOBODY)),
+        };
+        (state.slice_length, state.route) = (slice_length, route);
+    }
+}
