@@ -251,3 +251,44 @@ impl<'a> IntoFuture for &'a Batch {
         self.done()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use posthorse_core::{Access, Opcode, Priority, RemoteRange, Route};
+    use posthorse_segment::MemoryDirectory;
+    use posthorse_testkit::ControlHub;
+    use posthorse_testkit::memory::HeapRegion;
+
+    use super::*;
+    use crate::TransferEngine;
+
+    #[test]
+    fn nothing_of_a_batch_outlives_it() {
+        let directory = Arc::new(MemoryDirectory::default());
+        let engine = TransferEngine::builder()
+            .directory("a", directory, ControlHub::new().channel("a"))
+            .bare()
+            .build()
+            .unwrap();
+        let (source, target) = (HeapRegion::new(64), HeapRegion::new(64));
+        let source = engine.register(source, Access::None).unwrap();
+        let target = engine.register(target, Access::ReadWrite).unwrap();
+        let remote =
+            RemoteRange { segment: engine.local().unwrap().id(), address: target.address(), token: None };
+        let request = TransferRequest {
+            opcode: Opcode::Write,
+            local: source.at(0),
+            remote,
+            len: 64,
+            priority: Priority::Medium,
+            route: Route::Auto,
+            group: 0,
+        };
+        let mut batch = engine.batch();
+        batch.submit(&[request], SubmitOptions::default()).unwrap();
+        batch.wait(Deadline::NEVER).unwrap();
+        let core = Arc::downgrade(&batch.core);
+        drop(batch);
+        assert!(core.upgrade().is_none(), "the batch and its submissions hold each other");
+    }
+}

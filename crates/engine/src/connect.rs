@@ -90,7 +90,7 @@ impl Inner {
         loop {
             // Where the engine is shut down meanwhile, nobody connects any more.
             self.check_open()?;
-            match peer.choose(self.default_route(), |failed| failed < started) {
+            match peer.choose(self.default_route(), |_, failed| failed < started) {
                 Decision::Use(path, _) => return Ok(path),
                 Decision::None => return Err(peer.no_path(self.default_route())),
                 Decision::Connect(transport) => {
@@ -246,6 +246,11 @@ impl Inner {
             runs.extend(peer.take_waiting(|_| true));
         }
         runs
+    }
+
+    /// Whether requests try a transport again that could not be connected.
+    pub(crate) fn worth_again(&self, error: &Error, failed: Instant) -> bool {
+        error.retryable() && failed.elapsed() >= self.config.retry_after()
     }
 
     /// The route of requests that leave it open.

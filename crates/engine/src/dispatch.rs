@@ -44,7 +44,7 @@ impl Inner {
             let Some(peer) = work.peers.get(first.peer as usize) else { return };
             let run = Run { submission: Arc::clone(&submission), pieces: start..end };
             let route = self.route(first.route);
-            match peer.choose(route, |failed| failed.elapsed() >= self.config.retry_after()) {
+            match peer.choose(route, |error, failed| self.worth_again(error, failed)) {
                 Decision::Use(path, again) => {
                     if let Some(transport) = again {
                         self.connect(peer, transport);

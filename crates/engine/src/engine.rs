@@ -231,7 +231,7 @@ impl TransferEngine {
 
     /// The transport that requests without a route take to a peer now, and what it can do.
     pub fn best_transport(&self, segment: &Segment) -> Option<(String, Capabilities)> {
-        match segment.peer.choose(self.inner().default_route(), |_| false) {
+        match segment.peer.choose(self.inner().default_route(), |_, _| false) {
             Decision::Use(path, _) => Some((path.transport.name().to_owned(), path.transport.capabilities())),
             Decision::Connect(_) | Decision::None => None,
         }
@@ -483,7 +483,7 @@ impl Inner {
         }
         let route = self.default_route();
         let run = || Run { submission: Arc::clone(submission), pieces: piece..piece + 1 };
-        match notice.peer.choose(route, |failed| failed.elapsed() >= self.config.retry_after()) {
+        match notice.peer.choose(route, |error, failed| self.worth_again(error, failed)) {
             Decision::Use(path, again) => {
                 if let Some(transport) = again {
                     self.connect(&notice.peer, transport);
@@ -571,7 +571,7 @@ impl Inner {
                 .collect();
             transports.push(TransportReport { name: name.to_owned(), state, reason, paths });
         });
-        let chosen = match peer.choose(self.default_route(), |_| false) {
+        let chosen = match peer.choose(self.default_route(), |_, _| false) {
             Decision::Use(path, _) => Some(path.transport.name().to_owned()),
             _ => None,
         };

@@ -181,8 +181,8 @@ impl Peer {
         self.ended.get()
     }
 
-    /// What to do with requests of this route; `worth_again` says whether to try a transport that failed then.
-    pub(crate) fn choose(&self, route: Route, worth_again: impl Fn(Instant) -> bool) -> Decision {
+    /// What to do with requests of this route; `worth_again` says whether to try a transport that failed so, then.
+    pub(crate) fn choose(&self, route: Route, worth_again: impl Fn(&Error, Instant) -> bool) -> Decision {
         if self.ended.get().is_some() {
             return Decision::None;
         }
@@ -196,7 +196,7 @@ impl Peer {
                 }
                 How::Untried | How::Connecting { again: false } => Reach::New,
                 How::Connecting { again: true } => Reach::Again,
-                How::Failed { at, .. } if worth_again(*at) => Reach::Again,
+                How::Failed { error, at } if worth_again(error, *at) => Reach::Again,
                 How::Failed { .. } | How::Absent => Reach::Out,
             };
             (state.transport, reach)

@@ -78,3 +78,35 @@ impl Peers {
         self.inner.read().by_id.values().cloned().collect()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use posthorse_core::{Attributes, Incarnation, SegmentDesc};
+
+    use super::*;
+
+    #[test]
+    fn lives_that_are_over_are_known_for_as_long_as_their_segments_are_held() {
+        let peers = Peers::default();
+        let adopt = |life: u64| {
+            let desc = SegmentDesc {
+                name: "b".to_owned(),
+                incarnation: Some(Incarnation(life)),
+                hello: None,
+                transports: Attributes::new(),
+                buffers: Vec::new(),
+            };
+            let same = |there: &Peer| there.is_same_life(&desc);
+            peers.adopt("b", same, |id| Peer::new(id, desc.clone(), &[])).0
+        };
+        let held = adopt(0);
+        assert_eq!(adopt(0).id, held.id, "the same life is the same peer");
+        for life in 1..100 {
+            adopt(life);
+        }
+        assert_eq!(peers.by_id(held.id).unwrap().incarnation, Some(Incarnation(0)));
+        let known = peers.inner.read();
+        assert_eq!((known.by_id.len(), known.by_name.len()), (1, 1));
+        assert!(known.over.len() <= 2, "{} lives are kept", known.over.len());
+    }
+}

@@ -139,3 +139,27 @@ impl Inner {
         self.retry_withheld() > 0 || notices || watched
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    #[test]
+    fn what_comes_while_a_tick_looks_makes_for_another_tick() {
+        let ticker = Arc::new(Ticker::default());
+        ticker.arm();
+        assert!(ticker.next(true), "armed while it was parked");
+        // The tick looks, finds nothing, and then:
+        ticker.arm();
+        let (done, is_done) = mpsc::channel();
+        thread::spawn({
+            let ticker = Arc::clone(&ticker);
+            move || done.send(ticker.next(true))
+        });
+        assert!(is_done.recv_timeout(Duration::from_secs(5)).unwrap(), "it parks on what was armed");
+        ticker.stop();
+        assert!(!ticker.next(true));
+    }
+}

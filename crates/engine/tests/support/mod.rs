@@ -1,5 +1,7 @@
 //! Two engines in one process, joined by the testkit's memory transport.
 
+pub mod hooked;
+
 use std::sync::Arc;
 use std::time::Duration;
 

@@ -1,0 +1,352 @@
+//! What an engine does when something happens in the middle of a call.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs)]
+
+#[allow(dead_code, unreachable_pub)]
+mod support;
+
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Barrier, Mutex, mpsc};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use posthorse_core::{
+    Access, Deadline, Error, ErrorKind, Path, PathId, PathState, Result, Route, TransferRequest,
+};
+use posthorse_engine::{EngineConfig, SubmitOptions, TransferEngine};
+use posthorse_segment::Directory;
+use posthorse_testkit::MemoryHub;
+use posthorse_testkit::memory::HeapRegion;
+use support::hooked::Hooked;
+use support::{Pair, World, soon};
+
+fn options() -> SubmitOptions {
+    SubmitOptions { deadline: soon(), ..SubmitOptions::default() }
+}
+
+fn until(what: &str, done: impl Fn() -> bool) {
+    let late = Instant::now() + Duration::from_secs(10);
+    while !done() {
+        assert!(Instant::now() < late, "{what}");
+        thread::yield_now();
+    }
+}
+
+fn failed() -> Error {
+    Error::new(ErrorKind::PathFailed, "the hook")
+}
+
+/// A pair whose engine `a` goes by a hooked transport.
+fn pair(hook: impl FnOnce(&mut Hooked)) -> (Pair, Arc<Hooked>) {
+    let world = World::default();
+    let mut hooked = Hooked::new(world.hub.transport(), "memory");
+    hook(&mut hooked);
+    let hooked = Arc::new(hooked);
+    let config = EngineConfig { retry_after_ms: 1, ..EngineConfig::default() };
+    (Pair::over(world, Arc::clone(&hooked) as _, 1 << 16, config), hooked)
+}
+
+/// A second transport, `better`, between the engines of a pair, which is preferred.
+fn with_better(hook: impl FnOnce(&mut Hooked)) -> (Pair, Arc<Hooked>) {
+    let world = World::default();
+    let hub = MemoryHub::new();
+    let order = vec!["better".to_owned(), "memory".to_owned()];
+    let config = EngineConfig { transport_order: order, retry_after_ms: 1, ..EngineConfig::default() };
+    let mut hooked = Hooked::new(hub.transport(), "better");
+    hook(&mut hooked);
+    let hooked = Arc::new(hooked);
+    let a = world.engine_by("a", world.hub.transport(), config);
+    a.install(Arc::clone(&hooked) as _).unwrap();
+    let b = world.engine("b");
+    b.install(Arc::new(Hooked::new(hub.transport(), "better"))).unwrap();
+    let (source_region, source) = support::filled(&a, support::SEED, 1 << 16, Access::None);
+    let (target_region, target) = support::filled(&b, 0, 1 << 16, Access::ReadWrite);
+    let to_b = a.open("b", soon()).unwrap();
+    (Pair { world, a, b, to_b, source, source_region, target, target_region }, hooked)
+}
+
+fn write(pair: &Pair, route: Route) -> Result<()> {
+    let mut batch = pair.a.batch();
+    batch.submit(&[TransferRequest { route, ..pair.write(0, 4096) }], options())?;
+    batch.wait(soon())
+}
+
+#[test]
+fn a_run_that_is_put_back_while_its_path_goes_down_takes_another() {
+    let (pair, _) = pair(|hooked| {
+        hooked.submit = Some(Box::new(|call, path, events| match call {
+            // Full, so that the run is queued; full again, when the path goes down at the same time.
+            0 => Some(Ok(0)),
+            1 => {
+                events.path_changed(path, &PathState::Down(failed()));
+                Some(Ok(0))
+            }
+            _ => None,
+        }));
+    });
+    write(&pair, Route::Auto).unwrap();
+    assert!(pair.arrived(4096));
+}
+
+#[test]
+fn a_path_that_comes_up_again_is_used_without_connecting() {
+    let (pair, hooked) = pair(|hooked| {
+        hooked.submit = Some(Box::new(|call, path, events| {
+            if call == 0 {
+                events.path_changed(path, &PathState::Down(failed()));
+                events.path_changed(path, &PathState::Up);
+            }
+            None
+        }));
+    });
+    for _ in 0..3 {
+        write(&pair, Route::Auto).unwrap();
+    }
+    assert_eq!(hooked.connected.load(Ordering::SeqCst), 1);
+}
+
+#[test]
+fn a_notice_outlives_a_path_that_is_down_and_a_queue_that_is_full() {
+    let (pair, hooked) = pair(|hooked| {
+        hooked.notify = Some(Box::new(|call, path, _| match call {
+            0..8 => Some(Err(Error::new(ErrorKind::QueueFull, "the hook"))),
+            // Whatever is sent by the first path, since nobody says that it is down.
+            _ => (path == PathId(1)).then(|| Err(failed())),
+        }));
+    });
+    pair.a.notify(&pair.to_b, b"hello", soon()).unwrap();
+    assert_eq!(pair.b.notifications().len(), 1);
+    assert_eq!(hooked.connected.load(Ordering::SeqCst), 2, "the path was made again");
+}
+
+#[test]
+fn a_notice_that_finds_no_room_ends_at_its_deadline() {
+    let (pair, _) = pair(|hooked| {
+        hooked.notify = Some(Box::new(|_, _, _| Some(Err(Error::new(ErrorKind::QueueFull, "the hook")))));
+    });
+    let deadline = Deadline::after(Duration::from_millis(50));
+    let error = pair.a.notify(&pair.to_b, b"hello", deadline).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::DeadlineExceeded);
+}
+
+#[test]
+fn a_segment_that_could_not_be_opened_can_be_later_and_leaves_no_path_behind() {
+    let world = World::default();
+    let open = Arc::new(AtomicBool::new(false));
+    let mut hooked = Hooked::new(world.hub.transport(), "memory");
+    hooked.connect = Some(Box::new({
+        let open = Arc::clone(&open);
+        move |call, _, _| {
+            let down = Path {
+                id: PathId(1000 + call as u64),
+                local_device: String::new(),
+                remote_device: String::new(),
+                numa_node: None,
+                bandwidth: 0,
+                state: PathState::Down(failed()),
+            };
+            (!open.load(Ordering::SeqCst)).then(|| Ok(vec![down]))
+        }
+    }));
+    let hooked = Arc::new(hooked);
+    let a = world.engine_by("a", Arc::clone(&hooked) as _, EngineConfig::default());
+    let _b = world.engine("b");
+    for _ in 0..5 {
+        let error = a.open("b", soon()).unwrap_err();
+        assert!(error.kind() == ErrorKind::NoPath && error.to_string().contains("the hook"), "{error}");
+    }
+    let counts = || (hooked.connected.load(Ordering::SeqCst), hooked.disconnected.load(Ordering::SeqCst));
+    assert_eq!(counts(), (5, 5), "each open tries, and gives up what cannot be used");
+    open.store(true, Ordering::SeqCst);
+    a.open("b", soon()).unwrap();
+    assert_eq!(counts(), (6, 5));
+}
+
+/// A hook that waits to be let go on, and says that it is there.
+fn waiting() -> (mpsc::Receiver<()>, mpsc::Sender<()>, impl Fn() + Send + Sync) {
+    let (there, is_there) = mpsc::channel();
+    let (go, may_go) = mpsc::channel::<()>();
+    let may_go = Mutex::new(may_go);
+    let hook = move || {
+        let _ = there.send(());
+        let _ = may_go.lock().unwrap().recv();
+    };
+    (is_there, go, hook)
+}
+
+#[test]
+fn a_segment_that_is_closed_while_it_is_connected_leaves_no_path_behind() {
+    let (there, go, wait) = waiting();
+    let (pair, hooked) = with_better(|hooked| {
+        hooked.connect = Some(Box::new(move |call, _, _| match call {
+            0 => Some(Err(failed())),
+            _ => {
+                wait();
+                None
+            }
+        }));
+    });
+    let better = pair.a.transport_id("better").unwrap();
+    thread::sleep(Duration::from_millis(2)); // `retry_after` is one.
+    let mut batch = pair.a.batch();
+    let request = TransferRequest { route: Route::Require(better), ..pair.write(0, 4096) };
+    batch.submit(&[request], options()).unwrap();
+    there.recv().unwrap();
+    pair.a.close(pair.to_b.clone());
+    assert_eq!(batch.wait(soon()).unwrap_err().kind(), ErrorKind::Closed);
+    go.send(()).unwrap();
+    until("the path is given up", || hooked.disconnected.load(Ordering::SeqCst) == 1);
+    assert_eq!(hooked.connected.load(Ordering::SeqCst), 1);
+}
+
+#[test]
+fn a_better_transport_that_hangs_does_not_hold_up_what_another_carries() {
+    let (there, go, wait) = waiting();
+    let (pair, _) = with_better(|hooked| {
+        hooked.connect = Some(Box::new(move |call, _, _| match call {
+            0 => Some(Err(failed())),
+            1 => {
+                wait();
+                None
+            }
+            _ => None,
+        }));
+    });
+    thread::sleep(Duration::from_millis(2)); // `retry_after` is one.
+    write(&pair, Route::Auto).unwrap();
+    there.recv().unwrap();
+    write(&pair, Route::Auto).unwrap();
+    assert_eq!(pair.a.best_transport(&pair.to_b).unwrap().0, "memory");
+    go.send(()).unwrap();
+    until("the better transport is taken when it is there", || {
+        pair.a.best_transport(&pair.to_b).unwrap().0 == "better"
+    });
+}
+
+#[test]
+fn a_shutdown_ends_whoever_waits_for_a_connection() {
+    let (there, go, wait) = waiting();
+    let world = World::default();
+    let mut hooked = Hooked::new(world.hub.transport(), "memory");
+    hooked.connect = Some(Box::new(move |_, _, _| {
+        wait();
+        None
+    }));
+    let config = EngineConfig { fence_timeout_ms: 50, ..EngineConfig::default() };
+    let a = world.engine_by("a", Arc::new(hooked), config);
+    let _b = world.engine("b");
+    thread::scope(|scope| {
+        let open = scope.spawn(|| a.open("b", Deadline::NEVER).map(drop));
+        there.recv().unwrap();
+        a.shutdown();
+        assert_eq!(open.join().unwrap().unwrap_err().kind(), ErrorKind::Closed);
+        go.send(()).unwrap();
+    });
+}
+
+#[test]
+fn transports_installed_at_once_get_numbers_of_their_own() {
+    let world = World::default();
+    let a = world.engine("a");
+    let barrier = Barrier::new(8);
+    let install = |index: usize| {
+        let hooked = Arc::new(Hooked::new(MemoryHub::new().transport(), &format!("t{}", index / 2)));
+        barrier.wait();
+        a.install(hooked)
+    };
+    let ids: HashSet<_> = thread::scope(|scope| {
+        let install = &install;
+        let threads: Vec<_> = (0..8).map(|index| scope.spawn(move || install(index))).collect();
+        threads.into_iter().filter_map(|thread| thread.join().unwrap().ok()).collect()
+    });
+    assert_eq!(ids.len(), 4, "one of each name");
+    assert_eq!(a.transports().len(), 6);
+}
+
+#[test]
+fn a_transport_learns_of_memory_that_was_registered_before_it() {
+    let world = World::default();
+    let a = world.engine("a");
+    let (_region, memory) = support::filled(&a, 1, 64, Access::Read);
+    let late = Arc::new(Hooked::new(MemoryHub::new().transport(), "late"));
+    a.install(Arc::clone(&late) as _).unwrap();
+    assert_eq!(*late.regions.lock().unwrap(), [memory.id()]);
+}
+
+#[test]
+fn memory_that_was_unregistered_is_published_no_more() {
+    let world = World::default();
+    let a = world.engine("a");
+    let published = || world.directory.lookup("a", soon()).unwrap().buffers.len();
+    let (_region, memory) = support::filled(&a, 1, 64, Access::Read);
+    assert_eq!(published(), 1);
+    memory.unregister(soon()).unwrap();
+    until("the descriptor says so", || published() == 0);
+}
+
+#[test]
+fn of_memory_registered_at_once_all_is_published() {
+    let world = World::default();
+    let a = world.engine("a");
+    let memories: Vec<_> = thread::scope(|scope| {
+        let register = || a.register(HeapRegion::new(64) as _, Access::Read).unwrap();
+        let threads: Vec<_> = (0..8).map(|_| scope.spawn(register)).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    assert_eq!(world.directory.lookup("a", soon()).unwrap().buffers.len(), memories.len());
+}
+
+#[test]
+fn an_engine_can_be_built_shut_down_and_dropped_by_a_task() {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build().unwrap();
+    runtime.block_on(async {
+        let world = World::default();
+        world.engine("a").shutdown();
+        drop(world.engine("b"));
+        let taken = EngineConfig { transport: "nonsense".to_owned(), ..EngineConfig::default() };
+        assert!(TransferEngine::builder().config(taken).build().is_err());
+        // Fails after the runtime was started.
+        let twice = TransferEngine::builder()
+            .directory("c", Arc::clone(&world.directory) as _, world.control.channel("c"))
+            .bare()
+            .transport(world.hub.transport())
+            .transport(world.hub.transport())
+            .build();
+        assert_eq!(twice.unwrap_err().kind(), ErrorKind::Busy);
+    });
+}
+
+#[test]
+fn a_forked_child_gets_errors_and_ends() {
+    let pair = Pair::new(4096);
+    let (mut done, mut open) = (pair.a.batch(), pair.a.batch());
+    done.submit(&[pair.write(0, 64)], options()).unwrap();
+    done.wait(soon()).unwrap();
+    // SAFETY: the child calls nothing that needs the parent's threads, which is what is tested, and leaves by _exit.
+    match unsafe { libc::fork() } {
+        -1 => panic!("fork failed"),
+        0 => {
+            let forked = |outcome: Result<()>| outcome.is_err_and(|error| error.kind() == ErrorKind::Forked);
+            let mut well = forked(open.submit(&[pair.write(0, 64)], options()).map(drop));
+            well &= forked(open.wait(Deadline::NEVER)) && forked(pair.a.local().map(drop));
+            drop((done, open));
+            drop(pair);
+            // SAFETY: ends the child at once.
+            unsafe { libc::_exit(i32::from(!well)) }
+        }
+        child => {
+            let mut status = 0;
+            let late = Instant::now() + Duration::from_secs(10);
+            // SAFETY: the status outlives the calls, and the child is ours.
+            while unsafe { libc::waitpid(child, &raw mut status, libc::WNOHANG) } == 0 {
+                if Instant::now() > late {
+                    // SAFETY: the child is ours, and was not waited for.
+                    unsafe { libc::kill(child, libc::SIGKILL) };
+                }
+                thread::sleep(Duration::from_millis(1));
+            }
+            assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0, "status {status:#x}");
+        }
+    }
+    write(&pair, Route::Auto).unwrap();
+}
