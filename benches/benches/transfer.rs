@@ -30,7 +30,11 @@ fn writes(criterion: &mut Criterion) {
                 .map(|index| TransferRequest {
                     opcode: Opcode::Write,
                     local: source.at(index * len),
-                    remote: RemoteRange { segment: peer.id(), address: target.address() + index * len, token: None },
+                    remote: RemoteRange {
+                        segment: peer.id(),
+                        address: target.address() + index * len,
+                        token: None,
+                    },
                     len,
                     priority: Priority::Medium,
                     route,
