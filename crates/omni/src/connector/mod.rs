@@ -30,7 +30,7 @@ use posthorse_memory::{CopyPool, MemoryOptions};
 use crate::config::ConnectorConfig;
 use crate::control::{ControlPlane, Dialer, Listener, Responder};
 use crate::message::{Outcome, Query, Renew, Request};
-use crate::offer::{Offers, PullId};
+use crate::offer::{Actions, Offers, PullId};
 use crate::payload::Manifest;
 
 pub use get::{GetOptions, Source};
@@ -95,6 +95,10 @@ pub(crate) struct Inner {
 /// What the producing side keeps, under one lock that is never held across a call elsewhere.
 struct State {
     offers: Offers<Arc<Stored>>,
+    /// What follows from changes of the table and is not yet carried out.
+    actions: Actions<Arc<Stored>>,
+    /// Whether a thread is at it.
+    carrying_out: bool,
     /// Gets that wait for their payload, with what they asked.
     parked: HashMap<PullId, (Responder, Query)>,
     /// What consumers may read now.
@@ -161,6 +165,8 @@ impl ConnectorBuilder {
             pulls: AtomicU64::new(1),
             state: Mutex::new(State {
                 offers: Offers::new(config.offer_limits()),
+                actions: Vec::new(),
+                carrying_out: false,
                 parked: HashMap::new(),
                 reads: HashMap::new(),
                 writes: HashMap::new(),

@@ -11,7 +11,7 @@ use posthorse_core::{
 use posthorse_engine::{Batch, SubmitOptions};
 
 use super::get::closed;
-use super::{Inner, Stored};
+use super::{Inner, State, Stored};
 use crate::control::{Peer, Responder, Service};
 use crate::message::{
     Cancel, Close, Offered, Outcome, Pull, PullExtra, Query, QueryExtra, Refusal, Renew, Reply, Request, Want,
@@ -42,43 +42,58 @@ impl Service for Server {
 }
 
 impl Inner {
-    /// Changes the table of offers, then carries out what follows.
+    /// Changes the table of offers, and sees to it that what follows is carried out, in order.
     pub(super) fn with_offers<T>(
         &self,
         change: impl FnOnce(&mut Offers<Arc<Stored>>, Instant, &mut Actions<Arc<Stored>>) -> T,
     ) -> T {
         let now = Instant::now();
-        let mut actions = Actions::new();
         let (result, next) = {
             let mut state = self.state.lock();
-            let result = change(&mut state.offers, now, &mut actions);
-            (result, state.offers.next_due())
+            let State { offers, actions, .. } = &mut *state;
+            (change(offers, now, actions), offers.next_due())
         };
         if let Some(next) = next {
             self.timer.arm(next);
         }
-        self.carry_out(actions);
+        self.carry_out();
         result
     }
 
-    fn carry_out(&self, actions: Actions<Arc<Stored>>) {
-        for action in actions {
-            match action {
-                Action::Release(stored) => drop(stored),
-                Action::Found(pull, found) => {
-                    let parked = self.state.lock().parked.remove(&pull);
-                    match parked {
-                        Some((responder, query)) => self.answer_found(&pull, &found, &query, responder),
-                        None => self.end_claim(&pull, Outcome::Failed),
-                    }
+    /// Carries out what follows from changes of the table. Much of it changes the table again: that is carried out by
+    /// the loop that is at it already, so that a long chain of consequences is no deep recursion.
+    fn carry_out(&self) {
+        loop {
+            let actions = {
+                let mut state = self.state.lock();
+                if state.carrying_out || state.actions.is_empty() {
+                    return;
                 }
-                Action::Refuse(pull, error) => {
-                    if let Some((responder, _)) = self.state.lock().parked.remove(&pull) {
-                        responder.reply(&Reply::NoOffer(Refusal::from(&error)));
-                    }
+                state.carrying_out = true;
+                std::mem::take(&mut state.actions)
+            };
+            actions.into_iter().for_each(|action| self.carry_out_one(action));
+            self.state.lock().carrying_out = false;
+        }
+    }
+
+    fn carry_out_one(&self, action: Action<Arc<Stored>>) {
+        match action {
+            Action::Release(stored) => drop(stored),
+            Action::Found(pull, found) => {
+                let parked = self.state.lock().parked.remove(&pull);
+                match parked {
+                    Some((responder, query)) => self.answer_found(&pull, &found, &query, responder),
+                    None => self.end_claim(&pull, Outcome::Failed),
                 }
-                Action::Overdue(pull) => self.end_read(&pull, Outcome::Failed),
             }
+            Action::Refuse(pull, error) => {
+                let parked = self.state.lock().parked.remove(&pull);
+                if let Some((responder, _)) = parked {
+                    responder.reply(&Reply::NoOffer(Refusal::from(&error)));
+                }
+            }
+            Action::Overdue(pull) => self.end_read(&pull, Outcome::Failed),
         }
     }
 
