@@ -14,6 +14,7 @@ use serde_json::{Map, Value};
 
 use crate::control::ControlLimits;
 use crate::offer::OfferLimits;
+use crate::stream::MAX_WINDOW;
 
 /// What a connector does on its edge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -187,8 +188,10 @@ config! {
     max_parked_per_consumer: u32 = 1024, "at least 0";
     /// The most control connections that a producer serves.
     max_connections: u32 = 4096, "at least 1";
-    /// How many chunks of a stream may be under way.
+    /// How many chunks of a stream may be under way: the producer's holds until the consumer says what its own is.
     stream_window: u32 = 16, "1 to 65536";
+    /// The most streams that are sent, and the most that are received.
+    max_streams: u32 = 1024, "at least 1";
 }
 
 impl ConnectorConfig {
@@ -206,7 +209,8 @@ impl ConnectorConfig {
             ("workers", self.workers.into(), 1, 256),
             ("max_offers", self.max_offers.into(), 1, u32::MAX.into()),
             ("max_connections", self.max_connections.into(), 1, u32::MAX.into()),
-            ("stream_window", self.stream_window.into(), 1, 65_536),
+            ("stream_window", self.stream_window.into(), 1, MAX_WINDOW.into()),
+            ("max_streams", self.max_streams.into(), 1, u32::MAX.into()),
         ];
         for (key, value, least, most) in ranges {
             if value < least || value > most {

@@ -15,8 +15,8 @@ pub mod topology;
 
 pub use config::ConnectorConfig;
 pub use connector::{
-    Connector, ConnectorBuilder, GetOptions, Health, Lease, OwnTicket, Payload, PutOptions, Received, Source,
-    Tensor, Ticket,
+    Connector, ConnectorBuilder, FollowOptions, GetOptions, Health, Lease, OwnTicket, Payload, PutOptions,
+    Received, Source, StreamReceiver, StreamSender, Tensor, Ticket,
 };
 pub use key::Edge;
 pub use payload::TensorSet;

@@ -9,6 +9,9 @@ use std::collections::BTreeMap;
 
 use posthorse_core::{Error, ErrorKind, Result};
 
+/// The most chunks that a stream may have under way.
+pub const MAX_WINDOW: u32 = 65_536;
+
 /// The producer's half.
 #[derive(Debug)]
 pub struct StreamProducer {
@@ -57,12 +60,39 @@ impl StreamProducer {
     /// # Errors
     /// `Closed` behind the end; the reason when the consumer takes no more.
     pub fn send(&mut self) -> Result<Send> {
-        self.check()?;
-        if self.next >= self.limit {
+        if !self.may_send()? {
             return Ok(Send::Wait);
         }
         self.next += 1;
         Ok(Send::Offer(self.next - 1))
+    }
+
+    /// Whether a send would be offered now.
+    ///
+    /// # Errors
+    /// As [`StreamProducer::send`].
+    pub fn may_send(&self) -> Result<bool> {
+        self.check()?;
+        Ok(self.next < self.limit)
+    }
+
+    /// The chunk that was taken last could not be offered: its number is that of the next.
+    pub fn unsend(&mut self) {
+        if matches!(self.state, ProducerState::Open) {
+            self.next = self.next.saturating_sub(1);
+        }
+    }
+
+    /// Whether the stream goes on.
+    ///
+    /// # Errors
+    /// As [`StreamProducer::send`].
+    pub fn check(&self) -> Result<()> {
+        match &self.state {
+            ProducerState::Open => Ok(()),
+            ProducerState::Ended => Err(Error::new(ErrorKind::Closed, "the stream has ended")),
+            ProducerState::Broken(reason) => Err(reason.clone()),
+        }
     }
 
     /// Ends the stream, and returns the number under which the end mark is to be offered. It needs no credit.
@@ -86,10 +116,11 @@ impl StreamProducer {
     /// The consumer's credit: the first number that may not be sent yet. Late and repeated ones change nothing.
     ///
     /// # Errors
-    /// `Malformed` when it is for chunks that lie further ahead than `window` of those sent.
-    pub fn credit(&mut self, limit: u64, window: u32) -> Result<Vec<ProducerAction>> {
-        if limit > self.next.saturating_add(window.into()) {
-            let (sent, most) = (self.next, self.next.saturating_add(window.into()));
+    /// `Malformed` when it is for chunks that lie further ahead than [`MAX_WINDOW`] of those sent.
+    pub fn credit(&mut self, limit: u64) -> Result<Vec<ProducerAction>> {
+        let most = self.next.saturating_add(MAX_WINDOW.into());
+        if limit > most {
+            let sent = self.next;
             let message = format!("credit up to chunk {limit} after {sent} were sent; accepted: {most}");
             return Err(Error::new(ErrorKind::Malformed, message));
         }
@@ -111,14 +142,6 @@ impl StreamProducer {
     /// How many chunks were sent.
     pub const fn sent(&self) -> u64 {
         self.next
-    }
-
-    fn check(&self) -> Result<()> {
-        match &self.state {
-            ProducerState::Open => Ok(()),
-            ProducerState::Ended => Err(Error::new(ErrorKind::Closed, "the stream has ended")),
-            ProducerState::Broken(reason) => Err(reason.clone()),
-        }
     }
 }
 
@@ -316,18 +339,29 @@ mod tests {
     fn a_producer_stops_at_its_window_and_goes_on_by_credit() {
         let mut producer = StreamProducer::new(2);
         assert_eq!(producer.send().unwrap(), Send::Offer(0));
-        assert_eq!(producer.credit(3, 2).unwrap(), [], "nobody waits yet");
+        assert_eq!(producer.credit(3).unwrap(), [], "nobody waits yet");
         assert_eq!(producer.send().unwrap(), Send::Offer(1));
         assert_eq!(producer.send().unwrap(), Send::Offer(2));
         assert_eq!(producer.send().unwrap(), Send::Wait);
-        assert_eq!(producer.credit(2, 2).unwrap(), [], "late");
-        assert_eq!(producer.credit(4, 2).unwrap(), [ProducerAction::Wake]);
+        assert_eq!(producer.credit(2).unwrap(), [], "late");
+        assert_eq!(producer.credit(4).unwrap(), [ProducerAction::Wake]);
         assert_eq!(producer.send().unwrap(), Send::Offer(3));
-        assert!(producer.credit(u64::MAX, 2).is_err());
+        assert!(producer.credit(u64::MAX).is_err());
         assert_eq!(producer.end().unwrap(), 4, "without credit");
         assert_eq!(producer.send().unwrap_err().kind(), ErrorKind::Closed);
         assert_eq!(producer.fail().unwrap_err().kind(), ErrorKind::Closed);
         assert_eq!(producer.sent(), 4);
+    }
+
+    #[test]
+    fn a_chunk_that_could_not_be_offered_leaves_no_gap() {
+        let mut producer = StreamProducer::new(1);
+        assert_eq!(producer.send().unwrap(), Send::Offer(0));
+        producer.unsend();
+        assert_eq!(producer.send().unwrap(), Send::Offer(0));
+        assert_eq!((producer.end().unwrap(), producer.sent()), (1, 1));
+        producer.unsend();
+        assert_eq!(producer.sent(), 1, "it has ended");
     }
 
     #[test]
@@ -342,7 +376,7 @@ mod tests {
             assert_eq!(actions, [ProducerAction::Withdraw, ProducerAction::Wake]);
             assert_eq!(producer.broken(error(ErrorKind::Aborted)), []);
             assert_eq!(producer.send().unwrap_err().kind(), ErrorKind::PeerGone);
-            assert_eq!(producer.credit(2, 1).unwrap(), []);
+            assert_eq!(producer.credit(2).unwrap(), []);
         }
     }
 
@@ -433,7 +467,7 @@ mod tests {
                     actions = consumer.arrived(n, item);
                 } else if which < ready.len() + credits.len() {
                     let limit = credits.swap_remove(which - ready.len());
-                    producer.credit(limit, window).unwrap();
+                    producer.credit(limit).unwrap();
                 } else {
                     actions = consumer.taken(delivered);
                 }

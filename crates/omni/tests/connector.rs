@@ -1,87 +1,19 @@
 //! Two connectors that exchange payloads, in one process and in two.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs)]
 
+mod common;
+
 use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use common::{Pair, build, config, edge, eventually, soon};
 use posthorse_core::{Checksum, DType, Deadline, ErrorKind};
 use posthorse_omni::config::Role;
-use posthorse_omni::{Connector, ConnectorConfig, Edge, GetOptions, PutOptions, Source, TensorSet};
+use posthorse_omni::{Connector, ConnectorConfig, GetOptions, PutOptions, Source, TensorSet};
 use posthorse_testkit::{Random, pattern, peer};
 use serde::{Deserialize, Serialize};
-
-const POOL: u64 = 64 << 20;
-
-fn soon() -> Deadline {
-    Deadline::after(Duration::from_secs(20))
-}
-
-fn config(role: Role) -> ConnectorConfig {
-    ConnectorConfig {
-        role,
-        host: "127.0.0.1".to_owned(),
-        advertise_host: Some("127.0.0.1".to_owned()),
-        zmq_port: 0,
-        memory_pool_size: POOL,
-        ..ConnectorConfig::default()
-    }
-}
-
-fn build(config: ConnectorConfig) -> Connector {
-    Connector::builder().config(config).build().unwrap()
-}
-
-fn edge() -> Edge {
-    Edge::new(0, 1)
-}
-
-/// A producer and a consumer of one process, joined by the named transport.
-struct Pair {
-    sender: Connector,
-    receiver: Connector,
-}
-
-impl Pair {
-    fn by(transport: &str) -> Self {
-        Self::with(|config| config.transport = format!("require:{transport}").parse().unwrap())
-    }
-
-    fn with(change: impl Fn(&mut ConnectorConfig)) -> Self {
-        let mut sender = config(Role::Sender);
-        change(&mut sender);
-        let sender = build(sender);
-        let (host, port) = sender.address().unwrap();
-        let mut receiver = config(Role::Receiver);
-        receiver.sender_host = Some(host);
-        receiver.sender_zmq_port = Some(port);
-        change(&mut receiver);
-        Self { sender, receiver: build(receiver) }
-    }
-
-    fn put(&self, key: &str, bytes: &[u8]) {
-        self.sender.put(&edge(), key, bytes, PutOptions::default()).unwrap();
-    }
-
-    fn get(&self, key: &str) -> posthorse_core::Result<posthorse_omni::Received> {
-        self.receiver.get(&edge(), key, GetOptions::until(soon()))
-    }
-
-    /// Both pools are whole: waits for what is given back in the background.
-    fn assert_whole(&self) {
-        let until = Instant::now() + Duration::from_secs(10);
-        loop {
-            let (sender, receiver) = (self.sender.health(), self.receiver.health());
-            if sender.pool.is_whole() && receiver.pool.is_whole() && sender.withheld + receiver.withheld == 0
-            {
-                return;
-            }
-            assert!(Instant::now() < until, "{sender:?} {receiver:?}");
-            thread::yield_now();
-        }
-    }
-}
 
 #[test]
 fn bytes_buffers_tensors_and_values_arrive_by_each_transport() {
@@ -434,4 +366,41 @@ fn a_killed_leaser_gives_the_payload_back() {
     let options = GetOptions { source: Source::At(&host, port), ..GetOptions::until(soon()) };
     let got = receiver.get(&edge(), "k", options).unwrap();
     assert_eq!(pattern::check(1, got.bytes().unwrap()), None);
+}
+
+#[test]
+fn a_get_that_waits_for_room_longer_than_the_liveness_time_keeps_its_place() {
+    for transport in ["shm", "tcp"] {
+        let pair = Pair::with(|config| {
+            config.transport = format!("require:{transport}").parse().unwrap();
+            config.liveness_ms = 300;
+        });
+        let bytes = pattern::bytes(4, 20 << 20);
+        pair.put("k", &bytes);
+        let full = pair.receiver.alloc(60 << 20, soon()).unwrap();
+        thread::scope(|scope| {
+            let getter = scope.spawn(|| pair.get("k").unwrap().bytes().unwrap() == bytes);
+            eventually("the wait for room", || pair.receiver.health().pool.waiting == 1);
+            let until = Instant::now() + Duration::from_millis(1000);
+            while Instant::now() < until {
+                thread::park_timeout(Duration::from_millis(50));
+            }
+            assert_eq!(pair.sender.health().offers.claims, 1, "{transport}: its place was given away");
+            drop(full);
+            assert!(getter.join().unwrap(), "{transport}");
+        });
+        pair.assert_whole();
+    }
+}
+
+#[test]
+fn a_consumer_that_vanishes_while_it_waits_is_forgotten() {
+    let sender = build(config(Role::Sender));
+    let (host, port) = sender.address().unwrap();
+    let process = peer::spawn("peer_stage", &("waiter", host, port)).unwrap();
+    eventually("the wait", || sender.health().offers.parked == 1);
+    process.kill9();
+    eventually("the end of the wait", || sender.health().offers.parked == 0);
+    sender.put(&edge(), "k", &b"x"[..], PutOptions::default()).unwrap();
+    assert_eq!(sender.health().offers.claims, 0);
 }

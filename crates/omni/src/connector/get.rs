@@ -11,11 +11,12 @@ use posthorse_core::{
 };
 use posthorse_engine::{Grant, Segment, SubmitOptions};
 
-use super::lease::Lease;
+use super::lease::{Lease, Renewal};
 use super::put::Ticket;
 use super::received::Received;
 use super::worker::block_on;
 use super::{Connector, Inner};
+use crate::control::Dialer;
 use crate::key::Edge;
 use crate::message::{
     Answer, Cancel, Close, Offered, Outcome, Pull, PullExtra, PullReply, Query, QueryExtra, QueryReply,
@@ -58,21 +59,23 @@ impl GetOptions<'_> {
 
 /// Where a get does what blocks.
 #[derive(Debug, Clone, Copy)]
-enum Blocking {
+pub(super) enum Blocking {
     Here,
     Elsewhere,
 }
 
 /// One get under way.
 #[derive(Debug, Clone)]
-struct Get {
-    key: String,
+pub(super) struct Get {
+    pub(super) key: String,
     /// The producer's control address.
-    address: String,
-    pull: PullId,
-    deadline: Deadline,
-    wait_for_offer: bool,
-    lease: bool,
+    pub(super) address: String,
+    /// By which it is asked.
+    pub(super) dialer: Dialer,
+    pub(super) pull: PullId,
+    pub(super) deadline: Deadline,
+    pub(super) wait_for_offer: bool,
+    pub(super) lease: bool,
 }
 
 impl Connector {
@@ -110,7 +113,7 @@ impl Connector {
 }
 
 impl Inner {
-    fn finish(&self, outcome: Result<Received>) -> Result<Received> {
+    pub(super) fn finish(&self, outcome: Result<Received>) -> Result<Received> {
         self.counters.got(&outcome, Received::len);
         outcome
     }
@@ -122,26 +125,10 @@ impl Inner {
         options: GetOptions<'_>,
         wait_for_offer: bool,
     ) -> Result<Get> {
-        self.check_open()?;
-        if !self.config.role.receives() {
-            return Err(Error::new(
-                ErrorKind::AccessDenied,
-                "this connector has role sender; get needs receiver or both",
-            ));
-        }
-        let address = match options.source {
-            Source::At(host, port) => control_address(host, port),
-            Source::Ticket(ticket) => control_address(&ticket.source_host, ticket.source_port),
-            Source::Upstream => self.config.sender_address().ok_or_else(|| {
-                Error::new(
-                    ErrorKind::InvalidConfig,
-                    "no producer is configured; set sender_host and sender_zmq_port, or name a source",
-                )
-            })?,
-        };
         Ok(Get {
+            address: self.may_get(options.source)?,
             key: edge.qualify(key)?,
-            address,
+            dialer: self.dialer.clone(),
             pull: self.next_pull(),
             deadline: options.deadline,
             wait_for_offer,
@@ -149,9 +136,30 @@ impl Inner {
         })
     }
 
+    /// The producer's control address, if this side may get anything.
+    pub(super) fn may_get(&self, source: Source<'_>) -> Result<String> {
+        self.check_open()?;
+        if !self.config.role.receives() {
+            return Err(Error::new(
+                ErrorKind::AccessDenied,
+                "this connector has role sender; get needs receiver or both",
+            ));
+        }
+        match source {
+            Source::At(host, port) => Ok(control_address(host, port)),
+            Source::Ticket(ticket) => Ok(control_address(&ticket.source_host, ticket.source_port)),
+            Source::Upstream => self.config.sender_address().ok_or_else(|| {
+                Error::new(
+                    ErrorKind::InvalidConfig,
+                    "no producer is configured; set sender_host and sender_zmq_port, or name a source",
+                )
+            }),
+        }
+    }
+
     /// Asks until it is known how the payload comes, then has it come; on threads kept for what blocks, if the
     /// caller must not.
-    async fn get(self: &Arc<Self>, get: Get, blocking: Blocking) -> Result<Received> {
+    pub(super) async fn get(self: &Arc<Self>, get: Get, blocking: Blocking) -> Result<Received> {
         // A producer that was found on another host need not prepare a read.
         let known = self.same_host.lock().get(&get.address).copied();
         let mut want = if known == Some(false) { Want::Write } else { Want::Read };
@@ -186,6 +194,8 @@ impl Inner {
         size: u64,
         offered: &Offered,
     ) -> Result<Option<Received>> {
+        // Room, a connection and the bytes may take longer than the producer keeps a place for a silent consumer.
+        let renewal = Renewal::new(self, &get.address, &get.pull);
         let opened = offered.manifest.check(size).and_then(|()| {
             self.engine.open_life(&offered.segment, offered.incarnation, self.connect_deadline(get))
         });
@@ -196,13 +206,13 @@ impl Inner {
         self.remember(&get.address, same_host);
         let received = match (want, same_host, &offered.grant) {
             (Want::Read, true, Some(grant)) if get.lease => {
-                self.lease(get, size, offered, grant, &segment, transport)
+                self.lease(get, size, offered, grant, &segment, transport, renewal)
             }
             (Want::Read, true, Some(grant)) => self.read(get, size, offered, grant, &segment, transport),
             (Want::Read, ..) => {
                 // Heard before the next query, which would find the place taken.
                 let close = closing(&get.pull, Outcome::Failed).encode()?;
-                self.dialer.request_blocking(&get.address, close, self.connect_deadline(get))?;
+                get.dialer.request_blocking(&get.address, close, self.connect_deadline(get))?;
                 return Ok(None);
             }
             (Want::Write, ..) => self.pull(get, size, offered, transport),
@@ -210,7 +220,7 @@ impl Inner {
         received.map(Some)
     }
 
-    fn next_pull(&self) -> PullId {
+    pub(super) fn next_pull(&self) -> PullId {
         PullId {
             consumer: self.engine.name().into(),
             incarnation: self.engine.incarnation(),
@@ -250,7 +260,7 @@ impl Inner {
                 want,
             }),
         });
-        let reply = self.dialer.request(&get.address, request.encode()?, self.reply_deadline(get)).await;
+        let reply = get.dialer.request(&get.address, request.encode()?, self.reply_deadline(get)).await;
         let reply = reply.inspect_err(|_| self.give_up(get, want))?;
         match QueryReply::decode(&get.key, &reply)? {
             QueryReply::Offer { data_size, offered, .. } => Ok((data_size, offered)),
@@ -275,9 +285,10 @@ impl Inner {
         grant: &GrantDesc,
         segment: &Segment,
         transport: String,
+        renewal: Renewal,
     ) -> Result<Received> {
         let region = self.engine.lease(segment, grant).inspect_err(|_| self.give_up(get, Want::Read))?;
-        let lease = Lease::new(region, Arc::clone(self), get.address.clone(), get.pull.clone());
+        let lease = Lease::new(region, renewal);
         Ok(Received::leased(lease, size, offered.manifest.clone(), transport))
     }
 
@@ -332,7 +343,7 @@ impl Inner {
         let prepared = self.prepare_slot(get, size, offered);
         let (mut slot, mut grant, request) = prepared.inspect_err(|_| self.give_up(get, Want::Write))?;
         let granted = slot.grant(Some(grant.desc().token))?;
-        let reply = self.dialer.request_blocking(&get.address, request, get.deadline);
+        let reply = get.dialer.request_blocking(&get.address, request, get.deadline);
         let outcome = reply.and_then(|reply| match PullReply::decode(&reply)? {
             PullReply::Done(Some(bytes)) if bytes != size => Err(Error::new(
                 ErrorKind::Corrupt,

@@ -31,6 +31,8 @@ pub struct Health {
     pub pool: PoolStats,
     /// The table of offers.
     pub offers: OfferStats,
+    /// Streams that are sent: open, or ended and not yet received to their end.
+    pub streams: usize,
     /// Slots and grants that are held back, since somebody may still touch them.
     pub withheld: usize,
 }
@@ -94,6 +96,7 @@ impl Inner {
             serve_errors: read(&self.counters.serve_errors),
             pool: self.pool.stats(),
             offers: self.state.lock().offers.stats(),
+            streams: self.streams.len(),
             withheld: self.fencing.lock().len() + self.engine.withheld(),
         }
     }
@@ -115,6 +118,7 @@ impl Health {
             "pool_used": self.pool.used,
             "offers": self.offers.offers,
             "parked": self.offers.parked,
+            "streams": self.streams,
             "withheld": self.withheld,
         })
     }

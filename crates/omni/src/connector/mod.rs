@@ -12,13 +12,14 @@ mod place;
 mod put;
 mod received;
 mod serve;
+mod stream;
 mod timer;
 mod worker;
 
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -38,6 +39,7 @@ pub use health::Health;
 pub use lease::Lease;
 pub use put::{OwnTicket, Payload, PutOptions, Ticket};
 pub use received::{Received, Tensor};
+pub use stream::{FollowOptions, StreamReceiver, StreamSender};
 use timer::Timer;
 use worker::Workers;
 
@@ -87,6 +89,10 @@ pub(crate) struct Inner {
     ending_reads: Mutex<Vec<(PullId, Grant, Outcome)>>,
     /// The leases this side holds, and the control addresses of their producers.
     renewals: Mutex<HashMap<PullId, String>>,
+    /// The streams that are sent.
+    streams: stream::Streams,
+    /// How many streams are received.
+    followed: AtomicUsize,
     timer: Arc<Timer>,
     timer_thread: Mutex<Option<std::thread::JoinHandle<()>>>,
     counters: health::Counters,
@@ -116,6 +122,8 @@ pub(crate) struct Stored {
     manifest: Manifest,
     /// Whether foreign consumers take it as raw bytes.
     is_fast_path: bool,
+    /// The end of a stream: when it is gone, so is the stream.
+    entry: Option<stream::Entry>,
 }
 
 impl ConnectorBuilder {
@@ -175,6 +183,8 @@ impl ConnectorBuilder {
             fencing: Mutex::default(),
             ending_reads: Mutex::default(),
             renewals: Mutex::default(),
+            streams: stream::Streams::default(),
+            followed: AtomicUsize::new(0),
             timer: Arc::default(),
             timer_thread: Mutex::new(None),
             counters: health::Counters::default(),

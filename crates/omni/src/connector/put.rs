@@ -107,27 +107,8 @@ impl Connector {
     ) -> Result<Ticket> {
         let inner = self.inner();
         let deadline = inner.may_put(options)?;
-        let stored = match payload.into() {
-            Payload::Buffer(buffer) if inner.owns(&buffer) => {
-                Stored::new(buffer, Manifest::of(PayloadKind::Bytes), true)
-            }
-            Payload::Buffer(buffer) => {
-                let copied = inner.place_bytes(buffer.bytes()?, deadline)?;
-                Stored::new(copied, Manifest::of(PayloadKind::Bytes), true)
-            }
-            Payload::Bytes(bytes) => {
-                if bytes.is_empty() {
-                    return Err(Error::invalid_argument("payload", "0 bytes", "at least one byte"));
-                }
-                Stored::new(inner.place_bytes(bytes, deadline)?, Manifest::of(PayloadKind::Bytes), true)
-            }
-            Payload::Tensors(set) => {
-                let (buffer, envelope) = inner.place_tensors(set, deadline)?;
-                let manifest = Manifest { kind: PayloadKind::Tensors, tensors: envelope.tensors().to_vec() };
-                Stored::sized(buffer, envelope.len(), manifest, false)
-            }
-        };
-        inner.offer(edge, key, stored, options)
+        let stored = inner.place(payload.into(), deadline)?;
+        inner.offer(&edge.qualify(key)?, Arc::new(stored), options)
     }
 
     /// Offers any value that serde can serialise, as msgpack. Tensors inside are
@@ -147,7 +128,7 @@ impl Connector {
         let bytes = marker::to_vec(value)?;
         let stored =
             Stored::new(inner.place_bytes(&bytes, deadline)?, Manifest::of(PayloadKind::Value), false);
-        inner.offer(edge, key, stored, options)
+        inner.offer(&edge.qualify(key)?, Arc::new(stored), options)
     }
 
     /// Lets an offer be served to `more` consumers than declared.
@@ -170,14 +151,14 @@ impl Connector {
 }
 
 impl Stored {
-    fn new(buffer: ManagedBuffer, manifest: Manifest, is_fast_path: bool) -> Self {
+    pub(super) fn new(buffer: ManagedBuffer, manifest: Manifest, is_fast_path: bool) -> Self {
         let len = buffer.len();
         Self::sized(buffer, len, manifest, is_fast_path)
     }
 
     /// The payload may be shorter than its block.
-    fn sized(buffer: ManagedBuffer, len: u64, manifest: Manifest, is_fast_path: bool) -> Self {
-        Self { len, buffer: buffer.freeze(), manifest, is_fast_path }
+    pub(super) fn sized(buffer: ManagedBuffer, len: u64, manifest: Manifest, is_fast_path: bool) -> Self {
+        Self { len, buffer: buffer.freeze(), manifest, is_fast_path, entry: None }
     }
 }
 
@@ -187,7 +168,25 @@ impl Inner {
         buffer.pool().view() == self.pool.view()
     }
 
-    fn may_put(&self, options: PutOptions) -> Result<Deadline> {
+    /// A payload in the pool, as it is offered.
+    pub(super) fn place(&self, payload: Payload<'_>, deadline: Deadline) -> Result<Stored> {
+        let bytes = |buffer| Stored::new(buffer, Manifest::of(PayloadKind::Bytes), true);
+        Ok(match payload {
+            Payload::Buffer(buffer) if self.owns(&buffer) => bytes(buffer),
+            Payload::Buffer(buffer) => bytes(self.place_bytes(buffer.bytes()?, deadline)?),
+            Payload::Bytes([]) => {
+                return Err(Error::invalid_argument("payload", "0 bytes", "at least one byte"));
+            }
+            Payload::Bytes(payload) => bytes(self.place_bytes(payload, deadline)?),
+            Payload::Tensors(set) => {
+                let (buffer, envelope) = self.place_tensors(set, deadline)?;
+                let manifest = Manifest { kind: PayloadKind::Tensors, tensors: envelope.tensors().to_vec() };
+                Stored::sized(buffer, envelope.len(), manifest, false)
+            }
+        })
+    }
+
+    pub(super) fn may_put(&self, options: PutOptions) -> Result<Deadline> {
         self.check_open()?;
         if !self.config.role.sends() {
             return Err(Error::new(
@@ -200,14 +199,13 @@ impl Inner {
             .unwrap_or_else(|| Deadline::after(Duration::from_millis(self.config.put_wait_ms))))
     }
 
-    fn offer(&self, edge: &Edge, key: &str, stored: Stored, options: PutOptions) -> Result<Ticket> {
-        let key = edge.qualify(key)?;
+    /// Offers a payload under a qualified key.
+    pub(super) fn offer(&self, key: &str, stored: Arc<Stored>, options: PutOptions) -> Result<Ticket> {
         let (len, is_fast_path) = (stored.len, stored.is_fast_path);
         let ttl = options.ttl.or_else(|| self.config.ttl());
         let configured = NonZeroU32::new(self.config.consumers).unwrap_or(NonZeroU32::MIN);
         let terms = Terms { consumers: options.consumers.unwrap_or(configured), ttl };
-        let stored = Arc::new(stored);
-        let generation = self.with_offers(|offers, now, out| offers.put(&key, stored, terms, now, out))?;
+        let generation = self.with_offers(|offers, now, out| offers.put(key, stored, terms, now, out))?;
         self.counters.put(len);
         let (source_host, source_port) = self.advertised()?;
         Ok(Ticket {

@@ -45,7 +45,7 @@ impl Received {
         self.len == 0
     }
 
-    /// Whether it was offered as bytes, tensors or a value.
+    /// What it was offered as.
     pub const fn kind(&self) -> PayloadKind {
         self.manifest.kind
     }
@@ -122,6 +122,9 @@ impl Received {
                 Err(Error::new(ErrorKind::TypeMismatch, "the payload is raw bytes, not a value"))
             }
             PayloadKind::Tensors | PayloadKind::Value => marker::from_slice(self.bytes()?),
+            PayloadKind::StreamEnd => {
+                Err(Error::new(ErrorKind::TypeMismatch, "the payload is the end of a stream, not a value"))
+            }
         }
     }
 

@@ -34,9 +34,14 @@ impl Service for Server {
             Request::Renew(renew) => inner.answer_renew(&renew, responder),
             Request::Ping => responder.reply(&Reply::Ok),
             Request::Health => responder.reply(&Reply::Health(inner.health().to_json())),
-            Request::StreamCredit(_) | Request::StreamAbort(_) => {
-                responder.refuse(&Error::new(ErrorKind::NotFound, "there is no such stream"))
-            }
+            Request::StreamCredit(credit) => inner.answer_credit(&credit, responder),
+            Request::StreamAbort(abort) => inner.answer_abort(&abort, responder),
+        }
+    }
+
+    fn disconnected(&self, _: &Peer) {
+        if let Some(inner) = self.inner.upgrade() {
+            inner.forget_disconnected();
         }
     }
 }
@@ -292,6 +297,21 @@ impl Inner {
         }
     }
 
+    /// Gets that waited by a connection that has ended would wait for ever.
+    fn forget_disconnected(&self) {
+        let gone: Vec<PullId> = {
+            let state = self.state.lock();
+            let closed = state.parked.iter().filter(|(_, (responder, _))| responder.is_closed());
+            closed.map(|(pull, _)| pull.clone()).collect()
+        };
+        for pull in gone {
+            // One that found its payload meanwhile finds that nobody is there.
+            self.with_offers(|offers, now, out| offers.cancel(&pull, now, out));
+            let parked = self.state.lock().parked.remove(&pull);
+            drop(parked);
+        }
+    }
+
     fn answer_cancel(&self, cancel: &Cancel, responder: Responder) {
         let pull = pull_id(&cancel.consumer, cancel.incarnation, cancel.pull);
         let parked = self.state.lock().parked.remove(&pull);
@@ -351,12 +371,13 @@ impl Inner {
         }
         self.renew_leases();
         let now = Instant::now();
+        let silent = self.check_streams(now);
         let held = !self.ending_reads.lock().is_empty() || !self.fencing.lock().is_empty();
         let leased = !self.renewals.lock().is_empty();
         let renewal = leased.then(|| now + self.renewal());
         let retry = held.then(|| now + RETRY);
         let due = self.state.lock().offers.next_due();
-        [renewal, retry, due].into_iter().flatten().min()
+        [renewal, retry, due, silent].into_iter().flatten().min()
     }
 }
 

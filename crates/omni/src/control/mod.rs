@@ -114,6 +114,37 @@ impl ControlPlane {
         }
     }
 
+    /// Waits for a future by this control plane's clock, from whatever executor. Dropping the wait ends it.
+    ///
+    /// # Errors
+    /// `DeadlineExceeded`, naming `what` was waited for; `Closed`.
+    pub(crate) async fn within<T: Send + 'static>(
+        &self,
+        deadline: Deadline,
+        what: &'static str,
+        future: impl Future<Output = T> + Send + 'static,
+    ) -> Result<T> {
+        let mut stay = self.enter()?;
+        let mut task = tokio::task::JoinSet::new();
+        let bounded = async move {
+            match deadline.instant() {
+                None => Ok(future.await),
+                Some(at) => {
+                    tokio::time::timeout_at(at.into(), future).await.map_err(|_| Deadline::exceeded(what))
+                }
+            }
+        };
+        let waiting = async move {
+            tokio::select! {
+                outcome = bounded => outcome,
+                () = until(&mut stay.stopped) => Err(closed()),
+            }
+        };
+        task.spawn_on(waiting, &self.inner.handle);
+        // The runtime ended under it, or it was asked twice: the same to whoever waits.
+        task.join_next().await.and_then(Result::ok).unwrap_or_else(|| Err(closed()))
+    }
+
     /// Does something that blocks on a thread kept for that.
     ///
     /// # Errors

@@ -433,6 +433,11 @@ impl<P: Clone> Offers<P> {
         self.withdraw(key, Ending::CleanedUp, now, out)
     }
 
+    /// Forgets how offers ended whose keys are to be used anew.
+    pub fn forget_endings(&mut self, which: impl Fn(&str) -> bool) {
+        self.endings.forget_all(which);
+    }
+
     /// Forgets what a consumer waits for and has reserved; what it has in flight is overdue.
     pub fn consumer_gone(
         &mut self,

@@ -64,6 +64,10 @@ impl Tombstones {
         self.endings.remove(key);
     }
 
+    pub(super) fn forget_all(&mut self, which: impl Fn(&str) -> bool) {
+        self.endings.retain(|key, _| !which(key));
+    }
+
     pub(super) fn of(&self, key: &str) -> Option<Ending> {
         self.endings.get(key).map(|(ending, _)| *ending)
     }
@@ -88,6 +92,8 @@ mod tests {
         for _ in 0..100 {
             tombstones.remember(&keys[2], Ending::Served);
         }
+        tombstones.forget_all(|key| key == "c");
+        assert_eq!(tombstones.of("c"), None);
         assert!(tombstones.order.len() <= 2 && tombstones.endings.len() <= 2);
     }
 }

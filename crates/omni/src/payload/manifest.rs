@@ -18,6 +18,8 @@ pub enum PayloadKind {
     Tensors,
     /// A `serde` value as msgpack, tensors in it as [`super::marker`] says.
     Value,
+    /// The end of a chunk stream, as msgpack: how it ended.
+    StreamEnd,
 }
 
 /// What a payload is made of, as it travels beside the bytes.
