@@ -173,7 +173,9 @@ pub enum Item<T> {
     Chunk(T),
     /// The end mark.
     End,
-    /// The producer's error, or why this number could not be fetched.
+    /// The producer's error.
+    Error(Error),
+    /// Why this number could not be fetched.
     Failed(Error),
 }
 
@@ -236,6 +238,12 @@ impl<T> StreamConsumer<T> {
                     out.push(ConsumerAction::Ended(self.next));
                     self.finish(&mut out);
                     // Nothing lies behind an end; if something does, it is not the stream's.
+                    return out;
+                }
+                Item::Error(error) => {
+                    // Its producer knows, and may have opened another stream of the name by now.
+                    out.push(ConsumerAction::Failed(error));
+                    self.finish(&mut out);
                     return out;
                 }
                 Item::Failed(error) => {
@@ -406,6 +414,16 @@ mod tests {
         assert_eq!(
             words(consumer.arrived(0, Item::Chunk(10))),
             ["deliver 0=10", "abort Expired", "failed Expired", "cancel 1..3", "discard 12"]
+        );
+    }
+
+    #[test]
+    fn a_producer_that_failed_is_not_told_to_stop() {
+        let (mut consumer, _) = StreamConsumer::new(2);
+        consumer.arrived(1, Item::Error(error(ErrorKind::OutOfMemory)));
+        assert_eq!(
+            words(consumer.arrived(0, Item::Chunk(10))),
+            ["deliver 0=10", "failed OutOfMemory", "cancel 1..2"]
         );
     }
 

@@ -206,7 +206,10 @@ impl Inner {
         self.remember(&get.address, same_host);
         let received = match (want, same_host, &offered.grant) {
             (Want::Read, true, Some(grant)) if get.lease => {
-                self.lease(get, size, offered, grant, &segment, transport, renewal)
+                let region =
+                    self.engine.lease(&segment, grant).inspect_err(|_| self.give_up(get, Want::Read))?;
+                let lease = Lease::new(region, renewal);
+                Ok(Received::leased(lease, size, offered.manifest.clone(), transport))
             }
             (Want::Read, true, Some(grant)) => self.read(get, size, offered, grant, &segment, transport),
             (Want::Read, ..) => {
@@ -275,21 +278,6 @@ impl Inner {
     /// A get that does not wait still lets the producer answer.
     fn reply_deadline(&self, get: &Get) -> Deadline {
         if get.wait_for_offer { get.deadline } else { self.connect_deadline(get) }
-    }
-
-    fn lease(
-        self: &Arc<Self>,
-        get: &Get,
-        size: u64,
-        offered: &Offered,
-        grant: &GrantDesc,
-        segment: &Segment,
-        transport: String,
-        renewal: Renewal,
-    ) -> Result<Received> {
-        let region = self.engine.lease(segment, grant).inspect_err(|_| self.give_up(get, Want::Read))?;
-        let lease = Lease::new(region, renewal);
-        Ok(Received::leased(lease, size, offered.manifest.clone(), transport))
     }
 
     /// Reads the producer's memory into a block of our own.

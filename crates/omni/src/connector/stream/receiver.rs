@@ -327,7 +327,7 @@ async fn get(inner: &Arc<Inner>, incoming: &Incoming, number: u64) -> Item<Recei
     match inner.finish(inner.get(get, Blocking::Elsewhere).await) {
         Ok(received) if received.kind() == PayloadKind::StreamEnd => match read_end(&received) {
             Ok(End { error: None }) => Item::End,
-            Ok(End { error: Some(refusal) }) => Item::Failed(refusal.to_error(&incoming.address)),
+            Ok(End { error: Some(refusal) }) => Item::Error(refusal.to_error(&incoming.address)),
             Err(error) => Item::Failed(error.with_peer(incoming.address.as_str())),
         },
         Ok(received) => Item::Chunk(received),

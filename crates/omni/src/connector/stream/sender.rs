@@ -164,6 +164,7 @@ impl StreamSender {
     /// `PoolFull`, `TooLarge`, `QueueFull` or `InvalidArgument`: this chunk was not sent, the next one takes its
     /// number. `Closed`.
     pub fn send<'a>(&mut self, payload: impl Into<Payload<'a>>, deadline: Deadline) -> Result<u64> {
+        self.inner.check_open()?;
         let number = loop {
             let sending = self.outgoing.state.lock().machine.send()?;
             match sending {
@@ -184,6 +185,7 @@ impl StreamSender {
     /// # Errors
     /// As [`StreamSender::send`].
     pub async fn ready(&self, deadline: Deadline) -> Result<()> {
+        self.inner.check_open()?;
         if self.outgoing.may_send()? {
             return Ok(());
         }
