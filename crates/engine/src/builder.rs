@@ -147,6 +147,7 @@ fn shake_hands(
 
 /// The transports that come with Posthorse, as far as they are built in and not switched off.
 fn come_with(config: &EngineConfig) -> Result<Vec<Arc<dyn Transport>>> {
+    #[cfg_attr(not(any(feature = "shm", feature = "tcp")), expect(unused_mut))]
     let mut transports: Vec<Arc<dyn Transport>> = Vec::new();
     #[cfg(feature = "shm")]
     if let Some(shm) = &config.shm {

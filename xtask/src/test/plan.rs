@@ -123,6 +123,8 @@ pub(super) fn steps(metadata: &Metadata, all: bool) -> Vec<Step> {
             .needing(cargo_deny())
             // A network that swallows packets would otherwise hold everything up.
             .needing(Need::new("timeout 60 cargo deny fetch db", "the advisory database cannot be reached")),
+        // Their own tests run them.
+        step("pipelines", "cargo build --quiet --workspace --example two_stage --example three_stage"),
         tests(nextest),
         step("doctests", "cargo test --quiet --workspace --doc --no-fail-fast").counting(Count::Libtest),
     ];
@@ -135,7 +137,7 @@ pub(super) fn steps(metadata: &Metadata, all: bool) -> Vec<Step> {
     steps
 }
 
-/// The unit and integration tests. Examples and benchmarks are not built here: clippy has seen them.
+/// The unit and integration tests. Other examples and benchmarks are not built here: clippy has seen them.
 fn tests(nextest: bool) -> Step {
     if nextest {
         let runner = "cargo nextest run --cargo-quiet --workspace --lib --bins --tests --no-fail-fast \

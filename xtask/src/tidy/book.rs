@@ -56,7 +56,9 @@ fn links(content: &str) -> impl Iterator<Item = (usize, &str)> {
     content.lines().enumerate().flat_map(move |(number, line)| {
         in_code ^= line.trim_start().starts_with("```");
         let line = if in_code { "" } else { line };
-        line.split("](").skip(1).filter_map(move |rest| {
+        // `[text](target)`, and on a line of its own `[name]: target`.
+        let defined = line.strip_prefix('[').and_then(|rest| rest.split_once("]: ")).map(|(_, rest)| rest);
+        line.split("](").skip(1).chain(defined).filter_map(move |rest| {
             let target = rest.split([')', '#', ' ']).next()?;
             (!target.is_empty() && !target.contains(':')).then_some((number + 1, target))
         })
@@ -93,14 +95,16 @@ mod tests {
     #[test]
     fn a_dead_link_names_its_line_and_target() {
         let page = "see [a](a.md#part) and [b](../../b.md)\n[web](https://example.org/x.md) [here](#part)\n\
-                    ```\n[code](gone.md)\n```\n";
+                    ```\n[code](gone.md)\n```\n[ref]: gone.md\n[far]: https://example.org/y.md\n";
         let exists = |path: &Path| path == Path::new("docs/src/a.md");
         assert_eq!(
             dead_links("docs/src/page.md", page, exists),
-            ["docs/src/page.md:1: dead link to ../../b.md"]
+            ["docs/src/page.md:1: dead link to ../../b.md", "docs/src/page.md:6: dead link to gone.md"]
         );
         assert_eq!(dead_links("docs/src/page.md", page, |_| true), Vec::<String>::new());
-        let seen = |path: &Path| path == Path::new("docs/src/a.md") || path == Path::new("b.md");
+        let seen = |path: &Path| {
+            ["docs/src/a.md", "docs/src/gone.md", "b.md"].into_iter().any(|known| path == Path::new(known))
+        };
         assert_eq!(dead_links("docs/src/page.md", page, seen), Vec::<String>::new());
     }
 
