@@ -20,8 +20,8 @@ pub use posthorse_core::{Checksum, DType, Deadline, Error, ErrorClass, ErrorKind
 pub use posthorse_engine::{EngineConfig, TransferEngine};
 pub use posthorse_omni::config::{Role, TransportChoice};
 pub use posthorse_omni::{
-    Connector, ConnectorConfig, Edge, GetOptions, Health, Payload, PutOptions, Received, Source, Tensor,
-    TensorSet, Ticket,
+    Connector, ConnectorConfig, Edge, FollowOptions, GetOptions, Health, Payload, PutOptions, Received,
+    Source, StreamReceiver, StreamSender, Tensor, TensorSet, Ticket,
 };
 
 /// The connector between stages, whole.
