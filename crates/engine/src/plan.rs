@@ -1,6 +1,7 @@
 //! Requests that were checked and cut once, to be posted as often as wanted.
 
 use std::collections::HashMap;
+use std::hash::Hash;
 use std::sync::Arc;
 
 use posthorse_core::{Error, ErrorKind, Opcode, RegionId, Result, SegmentId, TransferRequest, View};
@@ -47,20 +48,17 @@ impl Plan {
     }
 }
 
-/// Checks requests one after the other. What the last request named is remembered, since neighbours often name
-/// the same.
+/// Checks requests one after the other.
 struct Builder<'a> {
     engine: &'a Inner,
     requests: Vec<Prepared>,
     pieces: Vec<crate::slicing::Piece>,
     peers: Vec<Arc<Peer>>,
-    groups: Vec<u32>,
-    group_index: HashMap<u32, u32>,
-    regions: Vec<(RegionId, View, bool)>,
-    region_index: HashMap<RegionId, usize>,
-    last_peer: Option<(SegmentId, u32)>,
-    last_region: Option<usize>,
-    last_group: Option<(u32, u32)>,
+    peer_ids: Numbering<SegmentId>,
+    groups: Numbering<u32>,
+    /// Each region's memory, and whether it can be written.
+    regions: Vec<(View, bool)>,
+    region_ids: Numbering<RegionId>,
     bytes: u64,
 }
 
@@ -71,13 +69,10 @@ impl<'a> Builder<'a> {
             requests: Vec::with_capacity(requests),
             pieces: Vec::with_capacity(requests),
             peers: Vec::new(),
-            groups: Vec::new(),
-            group_index: HashMap::new(),
+            peer_ids: Numbering::default(),
+            groups: Numbering::default(),
             regions: Vec::new(),
-            region_index: HashMap::new(),
-            last_peer: None,
-            last_region: None,
-            last_group: None,
+            region_ids: Numbering::default(),
             bytes: 0,
         }
     }
@@ -104,7 +99,7 @@ impl<'a> Builder<'a> {
             }
             (token, _) => token,
         };
-        let group = self.group(request.group);
+        let group = self.groups.number(request.group).0;
         let before = self.pieces.len();
         let index = u32::try_from(self.requests.len())
             .map_err(|_| Error::new(ErrorKind::TooLarge, "a submission holds at most 2^32 requests"))?;
@@ -129,61 +124,27 @@ impl<'a> Builder<'a> {
     }
 
     fn region(&mut self, id: RegionId) -> Result<(View, bool)> {
-        if let Some((known, view, writable)) = self.last_region.and_then(|index| self.regions.get(index))
-            && *known == id
-        {
-            return Ok((*view, *writable));
+        let (number, new) = self.region_ids.number(id);
+        if new {
+            let registered = self.engine.registry.region(id)?;
+            self.regions.push((registered.region.view(), registered.region.writable()));
         }
-        let index = match self.region_index.get(&id) {
-            Some(index) => *index,
-            None => {
-                let registered = self.engine.registry.region(id)?;
-                self.regions.push((id, registered.region.view(), registered.region.writable()));
-                self.region_index.insert(id, self.regions.len() - 1);
-                self.regions.len() - 1
-            }
-        };
-        self.last_region = Some(index);
-        let (_, view, writable) = self.regions[index];
-        Ok((view, writable))
+        let known = self.regions.get(number as usize).copied();
+        known.ok_or_else(|| Error::new(ErrorKind::Internal, "a region of the plan has no memory"))
     }
 
     fn peer(&mut self, id: SegmentId) -> Result<u32> {
-        if let Some((known, index)) = self.last_peer
-            && known == id
-        {
-            return Ok(index);
-        }
-        let known = self.peers.iter().position(|peer| peer.id == id);
-        let index = match known {
-            Some(index) => index,
-            None => {
-                let peer = self.engine.peers.by_id(id).ok_or_else(|| {
-                    Error::invalid_argument("segment", id, "the number of a segment that is open")
-                })?;
-                if let Some(error) = peer.ended() {
-                    return Err(error.clone());
-                }
-                self.peers.push(peer);
-                self.peers.len() - 1
+        let (number, new) = self.peer_ids.number(id);
+        if new {
+            let peer = self.engine.peers.by_id(id).ok_or_else(|| {
+                Error::invalid_argument("segment", id, "the number of a segment that is open")
+            })?;
+            if let Some(error) = peer.ended() {
+                return Err(error.clone());
             }
-        };
-        self.last_peer = Some((id, index as u32));
-        Ok(index as u32)
-    }
-
-    fn group(&mut self, group: u32) -> u32 {
-        if let Some((known, index)) = self.last_group
-            && known == group
-        {
-            return index;
+            self.peers.push(peer);
         }
-        let index = *self.group_index.entry(group).or_insert_with(|| {
-            self.groups.push(group);
-            self.groups.len() as u32 - 1
-        });
-        self.last_group = Some((group, index));
-        index
+        Ok(number)
     }
 
     fn finish(self) -> Work {
@@ -191,9 +152,74 @@ impl<'a> Builder<'a> {
             requests: self.requests.into(),
             pieces: self.pieces.into(),
             peers: self.peers.into(),
-            groups: self.groups.into(),
-            regions: self.regions.iter().map(|(id, _, _)| *id).collect(),
+            groups: self.groups.keys.into(),
+            regions: self.region_ids.keys.into(),
             bytes: self.bytes,
+        }
+    }
+}
+
+/// Numbers different keys in the order in which they come. Neighbours often have the same, and mostly there are few.
+#[derive(Debug)]
+struct Numbering<K> {
+    keys: Vec<K>,
+    last: u32,
+    /// The numbers of the keys, once there are too many to look at each.
+    numbers: HashMap<K, u32>,
+}
+
+impl<K> Default for Numbering<K> {
+    fn default() -> Self {
+        Self { keys: Vec::new(), last: 0, numbers: HashMap::new() }
+    }
+}
+
+impl<K: Copy + Eq + Hash> Numbering<K> {
+    const FEW: usize = 8;
+
+    /// The key's number, and whether it is new.
+    fn number(&mut self, key: K) -> (u32, bool) {
+        if self.keys.get(self.last as usize) == Some(&key) {
+            return (self.last, false);
+        }
+        let known = if self.keys.len() <= Self::FEW {
+            self.keys.iter().position(|known| *known == key).map(|index| index as u32)
+        } else {
+            self.numbers.get(&key).copied()
+        };
+        self.last = known.unwrap_or(self.keys.len() as u32);
+        if known.is_none() {
+            self.keys.push(key);
+            if self.keys.len() == Self::FEW + 1 {
+                self.numbers = self.keys.iter().copied().zip(0..).collect();
+            } else if self.keys.len() > Self::FEW {
+                self.numbers.insert(key, self.last);
+            }
+        }
+        (self.last, known.is_none())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn different_keys_get_different_numbers_in_order(keys in prop::collection::vec(0_u32..40, 0..200)) {
+            let mut numbering = Numbering::default();
+            let mut seen: Vec<u32> = Vec::new();
+            for key in keys {
+                let before = seen.iter().position(|known| *known == key);
+                let expected = (before.unwrap_or(seen.len()) as u32, before.is_none());
+                if before.is_none() {
+                    seen.push(key);
+                }
+                prop_assert_eq!(numbering.number(key), expected);
+            }
+            prop_assert_eq!(numbering.keys, seen);
         }
     }
 }

@@ -28,29 +28,35 @@ struct Slot {
     submission: Option<Arc<Submission>>,
 }
 
+impl Slots {
+    /// Takes a place, and returns its key.
+    fn reserve(&mut self) -> Result<u32> {
+        let count = self.entries.len();
+        let index = match self.free.pop() {
+            Some(index) => index,
+            None if count > INDEX_MASK as usize => {
+                let text = format!("{count} submissions are in flight, which is the most there can be");
+                return Err(Error::new(ErrorKind::QueueFull, text));
+            }
+            None => {
+                self.entries.push(Slot::default());
+                count as u32
+            }
+        };
+        let generation = self.entries.get(index as usize).map_or(0, |slot| slot.generation);
+        Ok((generation << INDEX_BITS) | index)
+    }
+}
+
 impl Table {
     /// Makes a submission under a fresh key and keeps it.
     pub(crate) fn insert(&self, make: impl FnOnce(u32) -> Submission) -> Result<Arc<Submission>> {
-        let mut slots = self.slots.write();
-        let index = match slots.free.pop() {
-            Some(index) => index,
-            None if slots.entries.len() > INDEX_MASK as usize => {
-                return Err(Error::new(
-                    ErrorKind::QueueFull,
-                    format!(
-                        "{} submissions are in flight, which is the most there can be",
-                        slots.entries.len()
-                    ),
-                ));
-            }
-            None => {
-                slots.entries.push(Slot::default());
-                (slots.entries.len() - 1) as u32
-            }
-        };
-        let slot = &mut slots.entries[index as usize];
-        let submission = Arc::new(make((slot.generation << INDEX_BITS) | index));
-        slot.submission = Some(Arc::clone(&submission));
+        let key = self.slots.write().reserve()?;
+        // A large submission takes a while to make: not under the lock.
+        let submission = Arc::new(make(key));
+        if let Some(slot) = self.slots.write().entries.get_mut((key & INDEX_MASK) as usize) {
+            slot.submission = Some(Arc::clone(&submission));
+        }
         Ok(submission)
     }
 
