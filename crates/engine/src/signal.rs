@@ -1,12 +1,19 @@
 //! Waiting for something that other threads bring about, by a thread or a task.
 
 use std::fmt;
-use std::sync::atomic::{AtomicUsize, Ordering, fence};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
 use posthorse_core::Deadline;
+
+use sync::{AtomicUsize, Condvar, Mutex, Ordering, fence};
+
+#[cfg(not(all(test, loom)))]
+mod sync {
+    pub(super) use std::sync::atomic::{AtomicUsize, Ordering, fence};
+
+    pub(super) use parking_lot::{Condvar, Mutex};
+}
 
 /// A condition's bell: whoever changes the condition rings it, whoever waits looks again.
 ///
@@ -100,7 +107,7 @@ impl fmt::Debug for Signal {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use std::sync::Arc;
     use std::sync::atomic::AtomicBool;
@@ -155,5 +162,111 @@ mod tests {
         assert_eq!(count.0.load(Ordering::SeqCst), 1);
         assert!(signal.poll(&mut context, || true).is_ready());
         assert_eq!(signal.waiting.load(Ordering::SeqCst), 0);
+    }
+}
+
+/// The model checker's locks, with the interface of those that are used elsewhere. It knows no time.
+#[cfg(all(test, loom))]
+mod sync {
+    use std::ops::{Deref, DerefMut};
+    use std::time::Instant;
+
+    pub(super) use loom::sync::atomic::{AtomicUsize, Ordering, fence};
+    use parking_lot::WaitTimeoutResult;
+
+    #[derive(Default)]
+    pub(super) struct Mutex<T>(loom::sync::Mutex<T>);
+
+    pub(super) struct Guard<'a, T>(Option<loom::sync::MutexGuard<'a, T>>);
+
+    impl<T> Mutex<T> {
+        pub(super) fn lock(&self) -> Guard<'_, T> {
+            Guard(Some(self.0.lock().unwrap()))
+        }
+    }
+
+    impl<T> Deref for Guard<'_, T> {
+        type Target = T;
+
+        fn deref(&self) -> &T {
+            self.0.as_ref().unwrap()
+        }
+    }
+
+    impl<T> DerefMut for Guard<'_, T> {
+        fn deref_mut(&mut self) -> &mut T {
+            self.0.as_mut().unwrap()
+        }
+    }
+
+    #[derive(Default)]
+    pub(super) struct Condvar(loom::sync::Condvar);
+
+    impl Condvar {
+        pub(super) fn notify_all(&self) {
+            self.0.notify_all();
+        }
+
+        pub(super) fn wait<T>(&self, guard: &mut Guard<'_, T>) {
+            guard.0 = Some(self.0.wait(guard.0.take().unwrap()).unwrap());
+        }
+
+        pub(super) fn wait_until<T>(&self, _: &mut Guard<'_, T>, _: Instant) -> WaitTimeoutResult {
+            unreachable!("the models wait without a deadline")
+        }
+    }
+}
+
+#[cfg(all(test, loom))]
+mod model {
+    use std::task::Wake;
+
+    use loom::sync::Arc;
+    use loom::sync::atomic::AtomicBool;
+    use loom::thread;
+
+    use super::*;
+
+    /// The change is made and looked for with no more order than the engine's counters have.
+    fn ring(shared: &(Signal, AtomicBool)) {
+        shared.1.store(true, Ordering::Release);
+        shared.0.ring();
+    }
+
+    #[test]
+    fn a_thread_that_waits_misses_no_ring() {
+        loom::model(|| {
+            let shared = Arc::new((Signal::default(), AtomicBool::new(false)));
+            let ringer = thread::spawn({
+                let shared = Arc::clone(&shared);
+                move || ring(&shared)
+            });
+            // A missed ring is a deadlock, which the checker reports.
+            assert!(shared.0.wait(Duration::ZERO, Deadline::NEVER, || shared.1.load(Ordering::Acquire)));
+            ringer.join().unwrap();
+        });
+    }
+
+    #[test]
+    fn a_task_that_is_told_to_wait_is_woken() {
+        struct Woken(std::sync::atomic::AtomicBool);
+        impl Wake for Woken {
+            fn wake(self: std::sync::Arc<Self>) {
+                self.0.store(true, std::sync::atomic::Ordering::SeqCst);
+            }
+        }
+        loom::model(|| {
+            let shared = Arc::new((Signal::default(), AtomicBool::new(false)));
+            let woken = std::sync::Arc::new(Woken(false.into()));
+            let ringer = thread::spawn({
+                let shared = Arc::clone(&shared);
+                move || ring(&shared)
+            });
+            let waker = Waker::from(std::sync::Arc::clone(&woken));
+            let mut context = Context::from_waker(&waker);
+            let polled = shared.0.poll(&mut context, || shared.1.load(Ordering::Acquire));
+            ringer.join().unwrap();
+            assert!(polled.is_ready() || woken.0.load(std::sync::atomic::Ordering::SeqCst));
+        });
     }
 }
