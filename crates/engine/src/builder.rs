@@ -82,7 +82,7 @@ impl EngineBuilder {
         let runtime = ControlRuntime::start()?;
         let handle = runtime.handle().ok_or_else(|| Error::new(ErrorKind::Internal, "no control runtime"))?;
         let hello = Hello::new(Features::NONE, self.config.fingerprint.clone());
-        let inbox = Arc::new(Inbox::new(self.config.max_notifications));
+        let inbox = Arc::new(Inbox::new(self.config.max_notifications, self.config.max_notification_bytes));
         let Meeting { name, directory, control } = match self.meeting {
             Some(meeting) => meeting,
             None => shake_hands(&self.config, &handle, incarnation, &hello, &inbox)?,

@@ -29,6 +29,8 @@ pub struct EngineConfig {
     pub spin_us: u64,
     /// How many notifications of peers wait to be fetched before more are refused.
     pub max_notifications: usize,
+    /// How many bytes they may have together.
+    pub max_notification_bytes: usize,
     /// How long memory that is given up in the background is waited for before it is only held back.
     pub fence_timeout_ms: u64,
     /// What the application wants all peers to agree on, such as a hash of model and layout.
@@ -57,6 +59,7 @@ impl Default for EngineConfig {
             cancel_grace_ms: 200,
             spin_us: 20,
             max_notifications: 65_536,
+            max_notification_bytes: 64 << 20,
             fence_timeout_ms: 3000,
             fingerprint: None,
             advertise: String::new(),

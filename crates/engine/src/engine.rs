@@ -131,6 +131,19 @@ impl TransferEngine {
         memories
     }
 
+    /// Unregisters several regions, and returns when nothing touches any of them any more. All are given up, also where
+    /// one is still touched at the deadline.
+    ///
+    /// # Errors
+    /// As [`RegisteredMemory::unregister`], for the first that fails.
+    pub fn unregister_many(
+        &self,
+        memories: impl IntoIterator<Item = RegisteredMemory>,
+        deadline: Deadline,
+    ) -> Result<()> {
+        memories.into_iter().map(|memory| memory.unregister(deadline)).fold(Ok(()), Result::and)
+    }
+
     /// Tells the directory of memory that was registered, if peers are to know of it.
     fn publish(&self, access: Access) -> Result<()> {
         if access == Access::None { Ok(()) } else { self.inner().publish() }

@@ -293,7 +293,11 @@ fn of_memory_registered_at_once_all_is_published() {
         let threads: Vec<_> = (0..8).map(|_| scope.spawn(register)).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
-    assert_eq!(world.directory.lookup("a", soon()).unwrap().buffers.len(), memories.len());
+    let published = || world.directory.lookup("a", soon()).unwrap().buffers.len();
+    assert_eq!(published(), memories.len());
+    a.unregister_many(memories, soon()).unwrap();
+    until("none is published", || published() == 0);
+    assert_eq!(a.withheld(), 0);
 }
 
 #[test]
