@@ -236,6 +236,19 @@ fn closing_never_hangs_and_says_closed_afterwards() {
 }
 
 #[test]
+fn a_consumer_that_closes_at_once_still_tells_that_its_get_has_ended() {
+    for transport in ["shm", "tcp"] {
+        for _ in 0..10 {
+            let pair = Pair::by(transport);
+            pair.put("k", b"x");
+            drop(pair.get("k").unwrap());
+            pair.receiver.close();
+            pair.assert_whole();
+        }
+    }
+}
+
+#[test]
 fn a_bind_failure_surfaces_in_the_builder() {
     let taken = build(config(Role::Sender));
     let (_, port) = taken.address().unwrap();

@@ -415,9 +415,13 @@ impl Inner {
     pub(super) fn tell(&self, address: &str, request: &Request) {
         let deadline = Deadline::after(Duration::from_millis(self.config.liveness_ms));
         match request.encode() {
-            Ok(bytes) => self.teller.tell(address, bytes, deadline, |reply| {
-                if let Ok(Answer::Refused(refusal)) = reply.and_then(|bytes| Answer::decode(&bytes)) {
-                    tracing::debug!(?refusal, "the producer knew nothing of a get that ended");
+            Ok(bytes) => self.teller.tell(address, bytes, deadline, {
+                let farewell = self.farewells.begin();
+                move |reply| {
+                    let _farewell = farewell;
+                    if let Ok(Answer::Refused(refusal)) = reply.and_then(|bytes| Answer::decode(&bytes)) {
+                        tracing::debug!(?refusal, "the producer knew nothing of a get that ended");
+                    }
                 }
             }),
             Err(error) => tracing::error!(%error, "a request could not be written"),

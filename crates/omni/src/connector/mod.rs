@@ -5,6 +5,7 @@
 //! the producer's memory for itself, or reads it in place under a lease; from another host the producer writes
 //! into a slot that the consumer granted for this one get.
 
+mod farewell;
 mod get;
 mod health;
 mod lease;
@@ -34,6 +35,7 @@ use crate::message::{Outcome, Query, Renew, Request};
 use crate::offer::{Actions, Offers, PullId};
 use crate::payload::Manifest;
 
+use farewell::Farewells;
 pub use get::{GetOptions, Source};
 pub use health::Health;
 pub use lease::Lease;
@@ -93,6 +95,7 @@ pub(crate) struct Inner {
     streams: stream::Streams,
     /// How many streams are received.
     followed: AtomicUsize,
+    farewells: Arc<Farewells>,
     timer: Arc<Timer>,
     timer_thread: Mutex<Option<std::thread::JoinHandle<()>>>,
     counters: health::Counters,
@@ -185,6 +188,7 @@ impl ConnectorBuilder {
             renewals: Mutex::default(),
             streams: stream::Streams::default(),
             followed: AtomicUsize::new(0),
+            farewells: Arc::default(),
             timer: Arc::default(),
             timer_thread: Mutex::new(None),
             counters: health::Counters::default(),
@@ -273,6 +277,10 @@ impl Owner {
         for batch in &writes {
             // What does not end in time ends with the engine, or is held back by it.
             let _ = batch.wait(fence);
+        }
+        // Producers keep what was got until they hear that the get has ended.
+        if !inner.farewells.wait(fence) {
+            tracing::warn!("a producer was not told that a get has ended; it finds out by the lease");
         }
         if let Some(listener) = self.listener.lock().take() {
             listener.close();
