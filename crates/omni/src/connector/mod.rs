@@ -156,7 +156,7 @@ impl ConnectorBuilder {
             Some(engine) => engine,
             None => TransferEngine::builder().config(engine_config(&config)).build()?,
         };
-        let region = MemoryOptions::new(pool_size(&config)?).shared(true).allocate()?;
+        let region = pool_memory(&config)?.shared(true).allocate()?;
         let pool = Pool::new(region, &PoolConfig { alignment: 4096, ..PoolConfig::default() })?;
         let memory = engine.register(pool.region(), posthorse_core::Access::None)?;
         let plane = ControlPlane::start(config.control_limits())?;
@@ -209,9 +209,28 @@ fn engine_config(config: &ConnectorConfig) -> EngineConfig {
     }
 }
 
-fn pool_size(config: &ConnectorConfig) -> Result<usize> {
-    usize::try_from(config.memory_pool_size)
-        .map_err(|_| Error::invalid_config("memory_pool_size", config.memory_pool_size, "what memory can be"))
+/// Where a pool may be asked for.
+const DEVICES: &str = "cpu, cpu:N, cuda, cuda:N";
+
+fn pool_memory(config: &ConnectorConfig) -> Result<MemoryOptions> {
+    let (size, device) = (config.memory_pool_size, config.memory_pool_device.as_str());
+    let options = MemoryOptions::new(
+        usize::try_from(size)
+            .map_err(|_| Error::invalid_config("memory_pool_size", size, "what memory can be"))?,
+    );
+    match device.split_once(':') {
+        None if device == "cpu" => Ok(options),
+        Some(("cpu", node)) => node
+            .parse()
+            .map(|node| options.node(node))
+            .map_err(|_| Error::invalid_config("memory_pool_device", format_args!("{device:?}"), DEVICES)),
+        _ if device == "cuda" || device.starts_with("cuda:") => Err(Error::new(
+            ErrorKind::Unsupported,
+            format!("memory_pool_device is {device:?}: pools in device memory are not built in"),
+        )
+        .with_advice("cpu works everywhere")),
+        _ => Err(Error::invalid_config("memory_pool_device", format_args!("{device:?}"), DEVICES)),
+    }
 }
 
 impl Connector {
