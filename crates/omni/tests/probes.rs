@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use common::{Pair, assert_whole, build, config, edge, eventually, require, soon};
 use posthorse_buffer::{Pool, PoolConfig};
-use posthorse_core::{Access, Checksum, Deadline, ErrorKind, Features, Hello};
+use posthorse_core::{Access, Checksum, Deadline, ErrorClass, ErrorKind, Features, Hello};
 use posthorse_engine::{EngineConfig, TransferEngine};
 use posthorse_memory::MemoryOptions;
 use posthorse_omni::config::Role;
@@ -364,7 +364,7 @@ fn a_producer_killed_or_stopped_in_mid_transfer_is_noticed_and_the_next_one_serv
         match outcome {
             // The peer's end or the path's, whichever showed first; never only that time ran out.
             Err(error) => assert!(
-                !matches!(error.kind(), ErrorKind::DeadlineExceeded | ErrorKind::Internal),
+                matches!(error.class(), ErrorClass::Peer | ErrorClass::Path),
                 "{transport} {kill}: {error}"
             ),
             // On one host the consumer reads for itself what it has mapped; and it was verified.
