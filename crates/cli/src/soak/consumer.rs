@@ -111,11 +111,8 @@ pub(crate) fn run() -> Outcome {
     if let Err(why) = until_whole(&connector) {
         tally.complain(format!("the consumer's pool: {why}"));
     }
-    say(&tally.report(true))?;
-    // A producer that is not told of the end of a get keeps the offer, so nothing is closed before it is whole.
-    io::copy(&mut io::stdin(), &mut io::sink()).map_err(Failure::io("wait for the producer"))?;
     connector.close();
-    Ok(())
+    say(&tally.report(true))
 }
 
 /// Gets a thread's payloads in order, up to the one that says it is the last.

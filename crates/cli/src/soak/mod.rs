@@ -97,13 +97,12 @@ pub(crate) fn run(args: &SoakArgs) -> Outcome {
     if let Err(why) = until_whole(&producer) {
         problems.push(format!("the producer's pool: {why}"));
     }
-    let kills = watch.kills;
-    watch.consumer.finish(plan.patience)?;
     producer.close();
     let mut summary =
         format!("{put} puts, {} gets of {:.1} GB, every byte checked", total.gets, total.bytes as f64 / 1e9);
     if args.chaos {
-        summary += &format!("; consumers killed: {}, payloads that went with them: {}", kills, total.lost);
+        summary +=
+            &format!("; consumers killed: {}, payloads that went with them: {}", watch.kills, total.lost);
     }
     print(&(summary + "\n"))?;
     if problems.is_empty() { Ok(()) } else { Err(Failure::Failed(problems.join("\nerror: "))) }
