@@ -8,6 +8,9 @@ use std::time::{Duration, Instant};
 
 use posthorse_core::Deadline;
 
+/// How the names of threads begin.
+const THREAD: &str = "thread ";
+
 /// A count of what this process has open: file descriptors, threads and mappings of files, by name.
 ///
 /// It counts the whole process: use it where nothing else runs, as in [`peer::isolated`](crate::peer::isolated).
@@ -33,7 +36,7 @@ impl LeakCheck {
         }
         for task in names("/proc/self/task") {
             if let Ok(name) = fs::read_to_string(task.join("comm")) {
-                count(format!("thread {}", name.trim_end()));
+                count(format!("{THREAD}{}", name.trim_end()));
             }
         }
         for line in fs::read_to_string("/proc/self/maps").expect("/proc is mounted").lines() {
@@ -47,13 +50,22 @@ impl LeakCheck {
 
     /// What has been opened since and is still open, by name, with how many.
     pub fn leaked(&self) -> Vec<String> {
-        let now = Self::begin();
+        self.leaked_by(&Self::begin())
+    }
+
+    fn leaked_by(&self, now: &Self) -> Vec<String> {
         let before = |name: &str| self.open.get(name).copied().unwrap_or(0);
+        // A thread bears its parent's name until it begins to run: one that was renamed is no new one.
+        let same_threads = now.threads() <= self.threads();
         let more = |(name, count): (&String, &usize)| {
             let more = count.saturating_sub(before(name));
-            (more > 0).then(|| format!("{more} x {name}"))
+            (more > 0 && !(same_threads && name.starts_with(THREAD))).then(|| format!("{more} x {name}"))
         };
         now.open.iter().filter_map(more).collect()
+    }
+
+    fn threads(&self) -> usize {
+        self.open.iter().filter(|(name, _)| name.starts_with(THREAD)).map(|(_, count)| count).sum()
     }
 
     /// Fails if anything that has been opened since is still open at the deadline.
@@ -84,6 +96,19 @@ mod tests {
     use std::sync::mpsc;
 
     use super::*;
+
+    #[test]
+    fn a_thread_that_takes_its_name_late_is_no_new_one() {
+        let count = |names: &[&str]| {
+            let mut open = BTreeMap::new();
+            names.iter().for_each(|name| *open.entry((*name).to_owned()).or_insert(0) += 1);
+            LeakCheck { open }
+        };
+        let before = count(&["thread parent", "thread parent", "thread worker"]);
+        assert_eq!(before.leaked_by(&count(&["thread parent", "thread worker", "thread worker"])), [""; 0]);
+        let grown = count(&["thread parent", "thread parent", "thread worker", "thread worker"]);
+        assert_eq!(before.leaked_by(&grown), ["1 x thread worker"]);
+    }
 
     /// Other tests run beside this one: it looks only for what it opens itself.
     #[test]
