@@ -12,7 +12,7 @@ mod numa;
 mod options;
 mod populate;
 
-pub use copy::{CopyPiece, CopyPool, CopyTuning, copy, copy_pieces};
+pub use copy::{CopyPiece, CopyPool, CopyTuning, copy, copy_part_of, copy_pieces};
 pub use foreign::{ForeignMemory, HeapMemory};
 pub use host::HostMemory;
 pub use limits::{available_memory, huge_page_size, hugetlb_page_size, memlock_limit, page_size};

@@ -105,9 +105,22 @@ impl CopyTuning {
 /// write either: then the bytes copied may be any mixture of old and new, and nothing else goes wrong, since
 /// the copy neither makes references nor looks at what it copies.
 pub unsafe fn copy(src: HostView, dst: HostView) -> Result<()> {
+    // SAFETY: the caller's promise.
+    unsafe { copy_part_of(src, dst, src.len()) }
+}
+
+/// As [`copy()`], for a part of a copy of `total` bytes, the rest of which is done elsewhere: it goes past the
+/// caches if the whole should.
+///
+/// # Errors
+/// As [`copy()`].
+///
+/// # Safety
+/// As [`copy()`].
+pub unsafe fn copy_part_of(src: HostView, dst: HostView, total: usize) -> Result<()> {
     let piece = CopyPiece::new(src, dst)?;
     // SAFETY: the caller's promise.
-    unsafe { copy_pieces(&[piece]) };
+    unsafe { copy_all(&[piece], CopyTuning::default().stream(total)) };
     Ok(())
 }
 
