@@ -108,6 +108,13 @@ pub trait Transport: fmt::Debug + Send + Sync {
     /// meanwhile in a way that Rust forbids beside this read or write.
     unsafe fn submit(&self, path: PathId, slices: &[Slice]) -> Result<usize>;
 
+    /// Carries out a small part of what waits in this transport, if there is any and it helps: called over and over by
+    /// threads that wait for completions and have nothing else to do. May report completions. Says whether it did
+    /// something.
+    fn help(&self) -> bool {
+        false
+    }
+
     /// Delivers a message to the peer once, in the order of this path's notifications. Completed under `token`.
     ///
     /// # Errors

@@ -2,11 +2,14 @@
 
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
+use std::time::Instant;
 
-use posthorse_core::{Checksum, Deadline, Error, Result, TransferRequest, TransferState, TransferStatus};
+use posthorse_core::{
+    Checksum, Deadline, Error, Result, TransferRequest, TransferState, TransferStatus, TransportId,
+};
 
 use crate::engine::Inner;
 use crate::peer::Segment;
@@ -21,6 +24,8 @@ pub(crate) struct BatchCore {
     /// Submissions that have not ended.
     live: AtomicUsize,
     failure: OnceLock<Error>,
+    /// The transports that have carried some of it, a bit each by their numbers, as far as there are bits.
+    carriers: AtomicU64,
 }
 
 impl BatchCore {
@@ -28,6 +33,19 @@ impl BatchCore {
         if self.failure.get().is_none() {
             let _ = self.failure.set(error.clone());
         }
+    }
+
+    /// Notes that a transport carries some of it.
+    pub(crate) fn carried_by(&self, transport: TransportId) {
+        let bit = 1_u64.checked_shl(transport.0.into()).unwrap_or(0);
+        if self.carriers.load(Ordering::Relaxed) & bit != bit {
+            self.carriers.fetch_or(bit, Ordering::Relaxed);
+        }
+    }
+
+    fn carriers(&self) -> impl Iterator<Item = TransportId> + use<> {
+        let carriers = self.carriers.load(Ordering::Relaxed);
+        (0..64).filter(move |number| carriers >> number & 1 == 1).map(TransportId)
     }
 
     pub(crate) fn submission_began(&self) {
@@ -187,7 +205,7 @@ impl Batch {
     /// can be waited for again or cancelled.
     pub fn wait(&self, deadline: Deadline) -> Result<()> {
         self.engine.birth.check()?;
-        if !self.core.signal.wait(self.engine.spin(), deadline, || self.core.is_ended()) {
+        if !self.wait_until(deadline, || self.core.is_ended()) {
             return Err(Deadline::exceeded("a batch of transfers, which goes on"));
         }
         self.core.outcome()
@@ -202,11 +220,21 @@ impl Batch {
         let tasks_left: Vec<_> =
             self.submitted.iter().filter_map(|(_, submission)| submission.group_left(group)).collect();
         let ended = || tasks_left.iter().all(|left| left.load(Ordering::Acquire) == 0);
-        if !self.core.signal.wait(self.engine.spin(), deadline, ended) {
+        if !self.wait_until(deadline, ended) {
             return Err(Deadline::exceeded("a group of transfers, which goes on"));
         }
         let errors = self.submitted.iter().find_map(|(_, submission)| submission.group_error(group));
         errors.map_or(Ok(()), Err)
+    }
+
+    /// Waits, and lends a hand to the transports as long as they have work that needs one.
+    fn wait_until(&self, deadline: Deadline, ended: impl Fn() -> bool) -> bool {
+        let help = || {
+            let mut carriers = self.core.carriers().filter_map(|id| self.engine.transports.get(id));
+            carriers.any(|transport| transport.help())
+        };
+        while !ended() && !deadline.is_past(Instant::now()) && help() {}
+        self.core.signal.wait(self.engine.spin(), deadline, ended)
     }
 
     /// A future of [`Batch::wait`] without a deadline; the submissions' own deadlines hold.

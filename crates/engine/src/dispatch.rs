@@ -136,6 +136,7 @@ impl Inner {
             }
         }
         path.departed(bytes);
+        submission.batch.carried_by(path.transport_id);
         // SAFETY: the submission's pins keep every local region alive and registered until its last piece has
         // ended, and a piece that was posted ends only after its completion. Whoever registered the memory
         // answers for its use meanwhile (`Region`).

@@ -107,6 +107,10 @@ impl Transport for Broken {
         unsafe { self.inner.submit(path, &changed) }
     }
 
+    fn help(&self) -> bool {
+        self.inner.help()
+    }
+
     fn notify(&self, path: PathId, token: u64, data: &[u8]) -> Result<()> {
         self.inner.notify(path, token, data)
     }

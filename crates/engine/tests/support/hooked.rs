@@ -118,6 +118,10 @@ impl Transport for Hooked {
         instead.unwrap_or_else(|| unsafe { self.inner.submit(path, slices) })
     }
 
+    fn help(&self) -> bool {
+        self.inner.help()
+    }
+
     fn notify(&self, path: PathId, token: u64, data: &[u8]) -> Result<()> {
         let instead = self.hook(self.notify.as_ref(), &self.notifies, path);
         instead.unwrap_or_else(|| self.inner.notify(path, token, data))

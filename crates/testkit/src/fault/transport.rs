@@ -175,6 +175,10 @@ impl Transport for FaultTransport {
         }
     }
 
+    fn help(&self) -> bool {
+        self.inner.help()
+    }
+
     fn notify(&self, path: PathId, token: u64, data: &[u8]) -> Result<()> {
         {
             let mut ledger = self.shared.ledger();

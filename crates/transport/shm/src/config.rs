@@ -28,8 +28,11 @@ pub struct ShmConfig {
     pub inline_bytes: usize,
     /// In which pieces the copy threads work, in bytes: a cancelled slice ends after the piece under way.
     pub piece_bytes: usize,
-    /// How many copy threads there are.
+    /// How many copy threads there are, and how many threads copy at once, those that help while they wait among them.
     pub copy_threads: u32,
+    /// How long a copy thread that has nothing left to do looks for more before it sleeps, in microseconds: a
+    /// wake-up takes about as long.
+    pub spin_us: u64,
     /// How many slices a path queues before it pushes back.
     pub queue_slices: u32,
     /// How long a peer may leave a question of the rendezvous unanswered, in milliseconds.
@@ -45,9 +48,10 @@ impl Default for ShmConfig {
             folder: None,
             max_grants: 1 << 16,
             max_peers: 1024,
-            inline_bytes: 1 << 20,
-            piece_bytes: 4 << 20,
-            copy_threads: 2,
+            inline_bytes: 256 << 10,
+            piece_bytes: 1 << 20,
+            copy_threads: default_copy_threads(),
+            spin_us: 50,
             queue_slices: 4096,
             liveness_ms: 3000,
             process_vm: true,
@@ -75,14 +79,26 @@ impl ShmConfig {
         in_range("inline_bytes", self.inline_bytes as u64, 0, 1 << 30)?;
         in_range("piece_bytes", self.piece_bytes as u64, 64 << 10, 1 << 30)?;
         in_range("copy_threads", self.copy_threads.into(), 1, 64)?;
+        in_range("spin_us", self.spin_us, 0, 1_000_000)?;
         in_range("queue_slices", self.queue_slices.into(), 1, 1 << 20)?;
         in_range("liveness_ms", self.liveness_ms, 1, 3_600_000)?;
         Ok(self)
     }
 
+    pub(crate) const fn spin(&self) -> Duration {
+        Duration::from_micros(self.spin_us)
+    }
+
     pub(crate) const fn liveness(&self) -> Duration {
         Duration::from_millis(self.liveness_ms)
     }
+}
+
+/// Half of the processors, as the rest of the process wants some; at least 2, which is what one memory channel and
+/// its processors' caches make of a large copy; at most 4, since few threads use up the memory's bandwidth.
+fn default_copy_threads() -> u32 {
+    let processors = std::thread::available_parallelism().map_or(2, usize::from);
+    (processors / 2).clamp(2, 4) as u32
 }
 
 fn in_range(key: &str, value: u64, min: u64, max: u64) -> Result<()> {

@@ -3,16 +3,22 @@
 use std::collections::HashSet;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 use posthorse_core::{Error, ErrorKind, PathId, RegionId, Result, Slice, TransportEvents};
 
+use crate::config::ShmConfig;
 use crate::copy::copy_piece;
 use crate::jobs::{Jobs, Piece, Push, Reports};
 use crate::link::Link;
 use crate::remote::RemoteRegion;
 use crate::rendezvous::wire::{MapRequest, RegionReply};
+
+/// Small slices are copied several in one turn of a thread, up to this many.
+const PIECES: usize = 64;
 
 /// A region's file that arrived, to be mapped.
 #[derive(Debug)]
@@ -27,6 +33,12 @@ pub(crate) struct Arrival {
 struct State {
     jobs: Jobs<Arc<Link>>,
     arrivals: Vec<Arrival>,
+    /// Threads that copy right now, those that help among them.
+    copying: u32,
+    /// Threads of our own that sleep and were not notified.
+    asleep: u32,
+    /// Whether one of them looks for work without sleeping: the next finds it sooner than a wake-up takes.
+    spinning: bool,
     stopping: bool,
 }
 
@@ -34,29 +46,53 @@ struct State {
 #[derive(Debug)]
 pub(crate) struct Copiers {
     state: Mutex<State>,
+    /// Whether there may be something to do: what a thread without the lock looks at.
+    available: AtomicBool,
+    /// How many threads copy at once.
+    most: u32,
+    spin: Duration,
     work: Condvar,
     idle: Condvar,
     events: Arc<dyn TransportEvents>,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
+/// What a thread works with, turn by turn.
+#[derive(Debug, Default)]
+struct Turn {
+    pieces: Vec<Piece<Arc<Link>>>,
+    results: Vec<Result<()>>,
+    reports: Reports,
+}
+
+/// What a thread of our own does next.
+enum Next {
+    Map(Arrival),
+    Copy,
+    Stop,
+}
+
 impl Copiers {
-    /// Starts `threads` of them.
-    pub(crate) fn start(
-        threads: u32,
-        piece_bytes: usize,
-        queue_slices: u32,
-        events: Arc<dyn TransportEvents>,
-    ) -> Result<Arc<Self>> {
-        let jobs = Jobs::new(piece_bytes, queue_slices);
+    /// Starts as many threads as configured.
+    pub(crate) fn start(config: &ShmConfig, events: Arc<dyn TransportEvents>) -> Result<Arc<Self>> {
         let this = Arc::new(Self {
-            state: Mutex::new(State { jobs, arrivals: Vec::new(), stopping: false }),
+            state: Mutex::new(State {
+                jobs: Jobs::new(config.piece_bytes, config.queue_slices),
+                arrivals: Vec::new(),
+                copying: 0,
+                asleep: 0,
+                spinning: false,
+                stopping: false,
+            }),
+            available: AtomicBool::new(false),
+            most: config.copy_threads,
+            spin: config.spin(),
             work: Condvar::new(),
             idle: Condvar::new(),
             events,
             threads: Mutex::default(),
         });
-        for number in 0..threads {
+        for number in 0..config.copy_threads {
             let name = format!("shm-copy-{number}");
             let body = {
                 let this = Arc::clone(&this);
@@ -76,6 +112,7 @@ impl Copiers {
     /// Ends the threads. Every path has been closed.
     pub(crate) fn stop(&self) {
         self.state.lock().stopping = true;
+        self.available.store(true, Ordering::Release);
         self.work.notify_all();
         let threads = std::mem::take(&mut *self.threads.lock());
         for thread in threads {
@@ -92,22 +129,16 @@ impl Copiers {
 
     /// Offers a slice; one that waits for its region is begun by [`Copiers::release`].
     pub(crate) fn push(&self, link: &Arc<Link>, slice: &Slice, waiting_for: Option<MapRequest>) -> Push {
-        let push = self.state.lock().jobs.push(link.id, slice, Arc::clone(link), waiting_for);
-        if push == Push::Taken && waiting_for.is_none() {
-            self.work.notify_one();
-        }
-        push
+        self.change(|state| state.jobs.push(link.id, slice, Arc::clone(link), waiting_for))
     }
 
     /// Leaves a file to be mapped, which takes longer than the rendezvous should wait.
     pub(crate) fn map(&self, arrival: Arrival) {
-        self.state.lock().arrivals.push(arrival);
-        self.work.notify_one();
+        self.change(|state| state.arrivals.push(arrival));
     }
 
     pub(crate) fn release(&self, path: PathId, region: RegionId, writable: bool) {
-        self.state.lock().jobs.release(path, region, writable);
-        self.work.notify_all();
+        self.change(|state| state.jobs.release(path, region, writable));
     }
 
     pub(crate) fn fail(&self, path: PathId, request: MapRequest, error: &Error) {
@@ -128,7 +159,6 @@ impl Copiers {
 
     pub(crate) fn close(&self, path: PathId, error: &Error) {
         self.report(|jobs, reports| jobs.close(path, error, reports));
-        self.work.notify_all();
     }
 
     /// Waits until nothing of a closed path is being copied.
@@ -139,10 +169,46 @@ impl Copiers {
         }
     }
 
+    /// Copies one piece of what waits, if there is one and not enough threads copy already. Says whether it did.
+    pub(crate) fn help(&self) -> bool {
+        if !self.available.load(Ordering::Acquire) {
+            return false;
+        }
+        let mut turn = Turn::default();
+        let taken = self.change(|state| state.copying < self.most && state.take(&mut turn, 1));
+        if taken {
+            self.copy(&mut turn);
+        }
+        taken
+    }
+
     fn report(&self, act: impl FnOnce(&mut Jobs<Arc<Link>>, &mut Reports)) {
         let mut reports = Reports::default();
-        act(&mut self.state.lock().jobs, &mut reports);
+        self.change(|state| act(&mut state.jobs, &mut reports));
         self.send(&mut reports);
+    }
+
+    /// Changes the state, and wakes a thread if there is work that nobody would see otherwise.
+    fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
+        let (result, wake) = {
+            let mut state = self.state.lock();
+            let result = change(&mut state);
+            (result, self.settle(&mut state))
+        };
+        if wake {
+            self.work.notify_one();
+        }
+        result
+    }
+
+    /// Says whether a sleeping thread has to be woken, which is then no longer counted as one.
+    fn settle(&self, state: &mut State) -> bool {
+        let copies = state.jobs.has_ready();
+        self.available.store(copies || !state.arrivals.is_empty() || state.stopping, Ordering::Release);
+        let work = !state.arrivals.is_empty() || (copies && state.copying < self.most);
+        let wake = work && !state.spinning && state.asleep > 0;
+        state.asleep -= u32::from(wake);
+        wake
     }
 
     fn send(&self, reports: &mut Reports) {
@@ -156,50 +222,98 @@ impl Copiers {
     }
 
     fn run(&self) {
-        let mut pieces: Vec<Piece<Arc<Link>>> = Vec::new();
-        let mut results: Vec<Result<()>> = Vec::new();
-        let mut reports = Reports::default();
+        let mut turn = Turn::default();
         loop {
-            let arrival = {
-                let mut state = self.state.lock();
-                loop {
-                    let arrival = state.arrivals.pop();
-                    if arrival.is_none() {
-                        state.jobs.take(&mut pieces);
-                    }
-                    if arrival.is_some() || !pieces.is_empty() {
-                        break arrival;
-                    }
-                    if state.stopping {
-                        return;
-                    }
-                    self.work.wait(&mut state);
+            match self.next(&mut turn) {
+                Next::Stop => return,
+                Next::Map(Arrival { link, reply, offset, file }) => {
+                    link.arrived(reply.request, RemoteRegion::map(&reply, offset, file));
                 }
-            };
-            if let Some(Arrival { link, reply, offset, file }) = arrival {
-                link.arrived(reply.request, RemoteRegion::map(&reply, offset, file));
-                continue;
+                Next::Copy => self.copy(&mut turn),
             }
-            // SAFETY: whoever submitted the slice keeps its local memory until the completion, which follows.
-            results.extend(
-                pieces
-                    .iter()
-                    .map(|piece| unsafe { copy_piece(&piece.link, &piece.slice, piece.offset, piece.len) }),
-            );
-            {
-                let mut state = self.state.lock();
-                for (piece, result) in pieces.iter().zip(results.drain(..)) {
-                    state.jobs.finish(piece, result, &mut reports);
-                }
-            }
-            self.send(&mut reports);
-            {
-                let mut state = self.state.lock();
-                for piece in pieces.drain(..) {
-                    state.jobs.reported(&piece);
-                }
-            }
-            self.idle.notify_all();
         }
+    }
+
+    /// Waits for something to do.
+    fn next(&self, turn: &mut Turn) -> Next {
+        let mut has_spun = false;
+        let mut state = self.state.lock();
+        loop {
+            let next = if let Some(arrival) = state.arrivals.pop() {
+                Some(Next::Map(arrival))
+            } else if state.copying < self.most && state.take(turn, PIECES) {
+                Some(Next::Copy)
+            } else if state.stopping {
+                Some(Next::Stop)
+            } else {
+                None
+            };
+            if let Some(next) = next {
+                let wake = self.settle(&mut state);
+                drop(state);
+                if wake {
+                    self.work.notify_one();
+                }
+                return next;
+            }
+            if !has_spun && !state.spinning && !state.jobs.has_ready() && !self.spin.is_zero() {
+                has_spun = true;
+                state.spinning = true;
+                self.available.store(false, Ordering::Release);
+                drop(state);
+                self.spin();
+                state = self.state.lock();
+                state.spinning = false;
+            } else {
+                state.asleep += 1;
+                self.work.wait(&mut state);
+                has_spun = false;
+            }
+        }
+    }
+
+    /// Looks for work for a while.
+    fn spin(&self) {
+        let until = Instant::now() + self.spin;
+        while !self.available.load(Ordering::Acquire) && Instant::now() < until {
+            for _ in 0..32 {
+                std::hint::spin_loop();
+            }
+        }
+    }
+
+    /// Copies the pieces of a turn, and reports what has ended by that.
+    fn copy(&self, turn: &mut Turn) {
+        let Turn { pieces, results, reports } = turn;
+        // SAFETY: whoever submitted the slice keeps its local memory until the completion, which follows.
+        results.extend(
+            pieces
+                .iter()
+                .map(|piece| unsafe { copy_piece(&piece.link, &piece.slice, piece.offset, piece.len) }),
+        );
+        self.change(|state| {
+            state.copying -= 1;
+            for (piece, result) in pieces.iter().zip(results.drain(..)) {
+                state.jobs.finish(piece, result, reports);
+            }
+        });
+        self.send(reports);
+        {
+            let mut state = self.state.lock();
+            for piece in pieces.drain(..) {
+                state.jobs.reported(&piece);
+            }
+        }
+        self.idle.notify_all();
+    }
+}
+
+impl State {
+    /// Takes up to `most` pieces to be copied by one thread. Says whether there are any.
+    fn take(&mut self, turn: &mut Turn, most: usize) -> bool {
+        self.jobs.take(&mut turn.pieces, most);
+        let taken = !turn.pieces.is_empty();
+        self.copying += u32::from(taken);
+        taken
     }
 }

@@ -41,7 +41,7 @@ pub(crate) unsafe fn copy_piece(link: &Link, slice: &Slice, offset: u64, len: u6
     })?;
     let local = local_part(slice.local, offset, len)?;
     // SAFETY: the caller's promise; the grant is announced until `slot` is dropped.
-    unsafe { region.copy(slice.opcode, local, address, slice.checksum) }
+    unsafe { region.copy(slice.opcode, local, address, slice.checksum, slice.local.len()) }
 }
 
 fn out_of_space(slice: &Slice) -> Error {
@@ -120,7 +120,7 @@ unsafe fn one<'a>(
                 let local = local_part(slice.local, 0, slice.local.len());
                 Verdict::Over(local.and_then(|local| {
                     // SAFETY: the caller's promise; `announced` names the grant.
-                    unsafe { region.copy(slice.opcode, local, slice.remote_address, slice.checksum) }
+                    unsafe { region.copy(slice.opcode, local, slice.remote_address, slice.checksum, slice.local.len()) }
                 }))
             }
         },

@@ -9,8 +9,11 @@ use posthorse_core::{Completion, Error, FarEnd, Level, PathId, Priority, RegionI
 
 use crate::rendezvous::wire::MapRequest;
 
-/// Small slices are handed out several at a time, up to this many.
-const PIECES: usize = 64;
+/// Into how many pieces a slice is cut at least, if they are not too small for that.
+const PIECES: u64 = 8;
+/// Pieces of a slice that is cut are no smaller, in bytes: what a piece costs besides its copy is some hundreds of
+/// nanoseconds.
+const LEAST_PIECE: u64 = 128 << 10;
 
 /// Part of a slice, to be copied by one thread. `T` is what the slice was pushed with.
 #[derive(Debug)]
@@ -76,6 +79,11 @@ pub(crate) const fn failure(token: u64, error: Error) -> Completion {
     Completion { token, result: Err(SliceError { error, far_end: FarEnd::Quiet }) }
 }
 
+/// In which pieces a slice of `len` bytes is cut: so many that threads can share it, and none above `most` bytes.
+fn piece_bytes(len: u64, most: u64) -> u64 {
+    len.div_ceil(PIECES).next_multiple_of(4096).clamp(LEAST_PIECE.min(most), most)
+}
+
 /// Copies are visible when they are done.
 pub(crate) const fn success(token: u64) -> Completion {
     Completion { token, result: Ok(Level::Visible) }
@@ -133,14 +141,20 @@ impl<T: Clone> Jobs<T> {
         Push::Taken
     }
 
-    /// Hands out what one thread should copy next: one piece of a large slice, or several small slices.
-    pub(crate) fn take(&mut self, pieces: &mut Vec<Piece<T>>) {
+    /// Whether there is a piece that could be copied now.
+    pub(crate) fn has_ready(&self) -> bool {
+        self.ready.iter().any(|queue| !queue.is_empty())
+    }
+
+    /// Hands out what one thread should copy next: one piece of a large slice, or several small slices, `most` in all.
+    pub(crate) fn take(&mut self, pieces: &mut Vec<Piece<T>>, most: usize) {
         let mut bytes = 0;
         for rank in 0..self.ready.len() {
-            while bytes < self.piece_bytes && pieces.len() < PIECES {
+            while bytes < LEAST_PIECE.min(self.piece_bytes) && pieces.len() < most {
                 let Some(index) = self.ready[rank].pop_front() else { break };
                 let Some(job) = self.slab.get_mut(index).and_then(Option::as_mut) else { continue };
-                let len = self.piece_bytes.min(job.slice.local.len() - job.next);
+                let piece = piece_bytes(job.slice.local.len(), self.piece_bytes);
+                let len = piece.min(job.slice.local.len() - job.next);
                 pieces.push(Piece {
                     job: index,
                     path: job.path,
@@ -311,7 +325,7 @@ mod tests {
 
     fn take(jobs: &mut Jobs<()>) -> Vec<Piece<()>> {
         let mut pieces = Vec::new();
-        jobs.take(&mut pieces);
+        jobs.take(&mut pieces, 64);
         pieces
     }
 
@@ -326,6 +340,14 @@ mod tests {
     fn kinds(reports: &Reports) -> Vec<(u64, Option<ErrorKind>)> {
         let kind = |done: &Completion| done.result.as_ref().err().map(|error| error.error.kind());
         reports.completions.iter().map(|done| (done.token, kind(done))).collect()
+    }
+
+    #[test]
+    fn slices_are_cut_so_that_threads_can_share_them() {
+        for (len, piece) in [(1, 128 << 10), (1 << 20, 128 << 10), (3 << 20, 384 << 10), (1 << 30, 1 << 20)] {
+            assert_eq!(piece_bytes(len, 1 << 20), piece, "{len}");
+        }
+        assert_eq!(piece_bytes(1 << 30, 4096), 4096, "pieces are never larger than configured");
     }
 
     #[test]

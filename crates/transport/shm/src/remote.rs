@@ -104,7 +104,8 @@ impl RemoteRegion {
         )
     }
 
-    /// Copies between `local` and as many bytes at `address`, and compares as `checksum` says.
+    /// Copies between `local` and as many bytes at `address`, and compares as `checksum` says. It is part of a copy
+    /// of `total` bytes.
     ///
     /// # Errors
     /// `OutOfBounds`, `Corrupt`; what the kernel says where the memory is not mapped.
@@ -118,6 +119,7 @@ impl RemoteRegion {
         local: HostView,
         address: u64,
         checksum: Checksum,
+        total: u64,
     ) -> Result<()> {
         let len = local.len() as u64;
         match self.reach {
@@ -129,7 +131,7 @@ impl RemoteRegion {
                 };
                 // SAFETY: ours by the caller's promise; theirs is mapped while `self` lives, and Rust
                 // references to it exist nowhere in this process.
-                unsafe { posthorse_memory::copy(from, to) }?;
+                unsafe { posthorse_memory::copy_part_of(from, to, total as usize) }?;
                 self.compare(checksum, local, |part, offset| {
                     let theirs = remote.slice(offset, part.len())?;
                     // SAFETY: as above.
@@ -250,7 +252,7 @@ mod tests {
         for checksum in [Checksum::Off, Checksum::Sampled, Checksum::Full] {
             let local = HostView::of(&ours);
             // SAFETY: the vector is alive and unused meanwhile.
-            unsafe { remote.copy(Opcode::Write, local, (1 << 40) + 5000, checksum) }.unwrap();
+            unsafe { remote.copy(Opcode::Write, local, (1 << 40) + 5000, checksum, 200) }.unwrap();
         }
         // SAFETY: nobody writes to it now.
         let there = unsafe { owner.host_view().bytes() };
@@ -259,7 +261,7 @@ mod tests {
         ours.fill(0);
         let local = HostView::of_mut(&mut ours);
         // SAFETY: as above.
-        unsafe { remote.copy(Opcode::Read, local, (1 << 40) + 5001, Checksum::Full) }.unwrap();
+        unsafe { remote.copy(Opcode::Read, local, (1 << 40) + 5001, Checksum::Full, 200) }.unwrap();
         assert_eq!(ours[..199], (1..200).collect::<Vec<u8>>()[..]);
     }
 
@@ -297,12 +299,12 @@ mod tests {
         let local = HostView::of_mut(&mut ours);
         for checksum in [Checksum::Full, Checksum::Sampled] {
             // SAFETY: the vectors are alive and unused meanwhile.
-            unsafe { remote.copy(Opcode::Read, local, address, checksum) }.unwrap();
+            unsafe { remote.copy(Opcode::Read, local, address, checksum, 200) }.unwrap();
         }
         assert_eq!(ours, theirs);
         assert_eq!(remote.view(address, 1).unwrap_err().kind(), ErrorKind::Unsupported);
         // SAFETY: as above.
-        let error = unsafe { remote.copy(Opcode::Read, local, address + 1, Checksum::Off) }.unwrap_err();
+        let error = unsafe { remote.copy(Opcode::Read, local, address + 1, Checksum::Off, 200) }.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::OutOfBounds);
     }
 

@@ -231,12 +231,7 @@ impl Transport for ShmTransport {
             host_id: config.host_id.clone(),
         };
         let events = Arc::clone(&context.events);
-        let copiers = Copiers::start(
-            config.copy_threads,
-            config.piece_bytes,
-            config.queue_slices,
-            Arc::clone(&events),
-        )?;
+        let copiers = Copiers::start(config, Arc::clone(&events))?;
         let tick = (config.liveness() / 4).clamp(Duration::from_millis(5), Duration::from_millis(500));
         let reactor = Reactor::start(tick).inspect_err(|_| copiers.stop())?;
         let limits = Limits { liveness: config.liveness(), max_peers: config.max_peers };
@@ -339,6 +334,14 @@ impl Transport for ShmTransport {
         let link = self.link(path)?;
         // SAFETY: the caller's promise.
         unsafe { copy::submit(&link, slices, self.config.inline_bytes) }
+    }
+
+    fn help(&self) -> bool {
+        if self.fork.is_forked() {
+            return false;
+        }
+        let copiers = self.running.lock().as_ref().map(|running| Arc::clone(&running.around.copiers));
+        copiers.is_some_and(|copiers| copiers.help())
     }
 
     fn notify(&self, path: PathId, token: u64, data: &[u8]) -> Result<()> {
