@@ -105,6 +105,34 @@ fn a_read_only_region_is_not_mapped_writable_until_a_grant_says_so() {
 }
 
 #[test]
+fn who_waits_helps_and_every_byte_is_copied_once() {
+    const LEN: usize = 64 << 20;
+    let a = Node::with("a:1", ShmConfig { copy_threads: 1, spin_us: 0, ..config() }, None);
+    let b = Node::new("b:1");
+    let path = a.connect(&b);
+    let region = b.shared(LEN);
+    let grant = b.grant_all(&region, Access::ReadWrite);
+    assert!(!a.transport.help(), "nothing waits");
+    // The thread may have copied all of it before ours is scheduled: tried until ours is in time.
+    let deadline = soon();
+    let mut helped = 0;
+    for round in 0.. {
+        let source = pattern(LEN, round);
+        a.submit(path, &[slice(round, Opcode::Write, HostView::of(&source), &grant, 0)]).unwrap();
+        while a.transport.help() {
+            helped += 1;
+        }
+        a.events.completion(round).result.unwrap();
+        assert!(region.bytes() == source, "round {round}");
+        if helped > 0 {
+            break;
+        }
+        assert!(!deadline.is_past(std::time::Instant::now()), "help never found a piece to copy");
+    }
+    assert!(!a.transport.help(), "nothing is left");
+}
+
+#[test]
 fn a_full_queue_pushes_back_and_every_slice_ends_once() {
     let a = Node::with(
         "a:1",
