@@ -11,6 +11,7 @@ use tokio::runtime::Handle;
 
 use crate::config::EngineConfig;
 use crate::engine::{Inner, Owner, TransferEngine};
+use crate::environment::{CONNECTOR_PREFIX, Environment, PREFIX};
 use crate::fork::Birth;
 use crate::inbox::{ForeignInbox, Inbox};
 use crate::local::LocalTransport;
@@ -71,11 +72,19 @@ impl EngineBuilder {
         self
     }
 
-    /// Starts the engine.
+    /// Starts the engine, with the configuration as the [environment](crate::environment) overrides it.
     ///
     /// # Errors
     /// `InvalidConfig`; whatever keeps a transport or the handshake from starting, such as an address in use.
-    pub fn build(self) -> Result<TransferEngine> {
+    pub fn build(mut self) -> Result<TransferEngine> {
+        let environment = Environment::of_process();
+        self.config = self.config.overridden_by(&environment)?;
+        for name in environment.unknown(PREFIX, &EngineConfig::variables()?) {
+            // A connector looks at its own.
+            if !name.starts_with(CONNECTOR_PREFIX) {
+                tracing::warn!("the variable {name} is set, and overrides nothing");
+            }
+        }
         self.config.validate()?;
         let birth = Birth::now();
         let incarnation = Incarnation(random()?);

@@ -3,9 +3,13 @@
 use std::net::{IpAddr, Ipv4Addr, UdpSocket};
 use std::time::Duration;
 
-use posthorse_core::{Error, Result};
+use posthorse_core::{Error, ErrorKind, Result};
 use posthorse_segment::HandshakeConfig;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::environment::{self, Environment};
 
 /// The configuration of an engine. Every field has a default; an unknown key is an error that names it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -31,7 +35,7 @@ pub struct EngineConfig {
     pub max_notifications: usize,
     /// How many bytes they may have together.
     pub max_notification_bytes: usize,
-    /// How long memory that is given up in the background is waited for before it is only held back.
+    /// How long a shutdown waits for control work that is under way.
     pub fence_timeout_ms: u64,
     /// What the application wants all peers to agree on, such as a hash of model and layout.
     pub fingerprint: Option<String>,
@@ -72,6 +76,31 @@ impl Default for EngineConfig {
     }
 }
 
+/// The parts of the configuration, as the names of the variables that override them say.
+const ENGINE: &str = "engine";
+const HANDSHAKE: &str = "handshake";
+#[cfg(feature = "tcp")]
+const TCP: &str = "tcp";
+#[cfg(feature = "shm")]
+const SHM: &str = "shm";
+
+/// The keys of an engine that hold a part of their own.
+const NESTED: [&str; 3] = [HANDSHAKE, "tcp", "shm"];
+
+/// One part of the configuration as the environment overrides it.
+fn part<T: Serialize + DeserializeOwned + Default>(
+    environment: &Environment,
+    part: &str,
+    config: T,
+    check: impl FnOnce(&T) -> Result<()>,
+) -> Result<T> {
+    let read = |map: Map<String, Value>| {
+        serde_json::from_value(Value::Object(map))
+            .map_err(|error| Error::new(ErrorKind::InvalidConfig, error.to_string()))
+    };
+    environment.apply(part, config, read, |_| None, check)
+}
+
 /// What [`EngineConfig::transport`] says.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Preference {
@@ -97,6 +126,73 @@ impl EngineConfig {
             return Err(Error::invalid_config("slice_bytes", self.slice_bytes, "0, or at least 4096"));
         }
         Ok(())
+    }
+
+    /// Sets how long a peer may be silent before it counts as gone, in milliseconds: for the handshake and for each
+    /// transport that comes with Posthorse.
+    #[must_use]
+    pub const fn liveness_ms(mut self, liveness_ms: u64) -> Self {
+        self.handshake.liveness_ms = liveness_ms;
+        #[cfg(feature = "tcp")]
+        if let Some(tcp) = &mut self.tcp {
+            tcp.liveness_ms = liveness_ms;
+        }
+        #[cfg(feature = "shm")]
+        if let Some(shm) = &mut self.shm {
+            shm.liveness_ms = liveness_ms;
+        }
+        self
+    }
+
+    /// Has the transports that use the network do so by these interfaces of the host alone.
+    ///
+    /// # Errors
+    /// `Unsupported` when none is built in, or it is left out.
+    #[cfg_attr(not(feature = "tcp"), expect(unused_mut))]
+    pub fn interfaces(mut self, names: Vec<String>) -> Result<Self> {
+        #[cfg(feature = "tcp")]
+        if let Some(tcp) = &mut self.tcp {
+            tcp.interfaces = names;
+            return Ok(self);
+        }
+        let message =
+            format!("the interfaces {names:?} cannot be used: there is no transport of the network");
+        Err(Error::new(ErrorKind::Unsupported, message))
+    }
+
+    /// The variables of the environment that override a key of the engine, the handshake or a transport.
+    ///
+    /// # Errors
+    /// None that a caller can bring about.
+    pub fn variables() -> Result<Vec<String>> {
+        let mut variables = environment::variables::<Self>(ENGINE)?;
+        variables.retain(|name| !NESTED.iter().any(|key| *name == environment::variable(ENGINE, key)));
+        variables.extend(environment::variables::<HandshakeConfig>(HANDSHAKE)?);
+        #[cfg(feature = "tcp")]
+        variables.extend(environment::variables::<posthorse_tcp::TcpConfig>(TCP)?);
+        #[cfg(feature = "shm")]
+        variables.extend(environment::variables::<posthorse_shm::ShmConfig>(SHM)?);
+        Ok(variables)
+    }
+
+    /// The configuration as the environment overrides it. A transport that is left out stays out.
+    ///
+    /// # Errors
+    /// `InvalidConfig`, naming the variable, the value and what is accepted.
+    pub fn overridden_by(self, environment: &Environment) -> Result<Self> {
+        let mut config = part(environment, ENGINE, self, Self::validate)?;
+        config.handshake = part(environment, HANDSHAKE, config.handshake, HandshakeConfig::validate)?;
+        #[cfg(feature = "tcp")]
+        if let Some(tcp) = config.tcp.take() {
+            config.tcp = Some(part(environment, TCP, tcp, posthorse_tcp::TcpConfig::validate)?);
+        }
+        #[cfg(feature = "shm")]
+        if let Some(shm) = config.shm.take() {
+            let check =
+                |shm: &posthorse_shm::ShmConfig| posthorse_shm::ShmTransport::new(shm.clone()).map(drop);
+            config.shm = Some(part(environment, SHM, shm, check)?);
+        }
+        Ok(config)
     }
 
     pub(crate) fn preference(&self) -> Result<Preference> {
@@ -166,6 +262,28 @@ mod tests {
         assert_eq!(parsed, EngineConfig { spin_us: 0, ..EngineConfig::default() });
         let error = serde_json::from_str::<EngineConfig>(r#"{"spin_ms": 1}"#).unwrap_err().to_string();
         assert!(error.contains("spin_ms") && error.contains("spin_us"), "{error}");
+    }
+
+    #[test]
+    fn the_liveness_reaches_the_handshake_and_each_transport() {
+        let config = EngineConfig::default().liveness_ms(700);
+        assert_eq!(config.handshake.liveness_ms, 700);
+        #[cfg(feature = "tcp")]
+        assert_eq!(config.tcp.unwrap().liveness_ms, 700);
+        #[cfg(feature = "shm")]
+        assert_eq!(config.shm.unwrap().liveness_ms, 700);
+    }
+
+    #[test]
+    #[cfg(feature = "tcp")]
+    fn interfaces_reach_tcp_and_are_refused_without_it() {
+        let names = vec!["lo".to_owned()];
+        let config = EngineConfig::default().interfaces(names.clone()).unwrap();
+        assert_eq!(config.tcp.unwrap().interfaces, names);
+        let without = EngineConfig { tcp: None, ..EngineConfig::default() };
+        let error = without.interfaces(names).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unsupported);
+        assert!(error.message().contains("\"lo\""), "{error}");
     }
 
     #[test]

@@ -14,6 +14,8 @@ mod dispatch;
 #[cfg(not(loom))]
 mod engine;
 #[cfg(not(loom))]
+pub mod environment;
+#[cfg(not(loom))]
 mod events;
 #[cfg(not(loom))]
 mod explain;

@@ -68,9 +68,11 @@ impl Default for HandshakeConfig {
 }
 
 impl HandshakeConfig {
+    /// Checks every value.
+    ///
     /// # Errors
     /// `InvalidConfig`, naming key, value and what is accepted.
-    pub(crate) fn validate(&self) -> Result<()> {
+    pub fn validate(&self) -> Result<()> {
         if self.port_max < self.port_min {
             let accepted = format!("{} (port_min) to 65535", self.port_min);
             return Err(Error::invalid_config("port_max", self.port_max, &accepted));

@@ -53,7 +53,10 @@ pub(crate) struct Listening {
 /// # Errors
 /// `Io` or `LimitReached` naming the address; `InvalidConfig` when no address of this host is to be advertised.
 pub(crate) fn listen(config: &TcpConfig) -> Result<Listening> {
-    let wanted = if config.bind.is_empty() {
+    let wanted = if !config.interfaces.is_empty() {
+        let all = interfaces().map_err(|error| Error::os("listing the interfaces", &error))?;
+        vec![addresses_of(&config.interfaces, &all)?]
+    } else if config.bind.is_empty() {
         vec![vec![IpAddr::from(Ipv6Addr::UNSPECIFIED)], vec![IpAddr::from(Ipv4Addr::UNSPECIFIED)]]
     } else {
         vec![config.bind.clone()]
@@ -71,6 +74,29 @@ pub(crate) fn listen(config: &TcpConfig) -> Result<Listening> {
         }
     }
     Err(refusal.unwrap_or_else(|| Error::invalid_config("bind", "empty", "at least one address")))
+}
+
+/// The addresses of the interfaces with these names, those best told to peers first.
+fn addresses_of(names: &[String], all: &[Interface]) -> Result<Vec<IpAddr>> {
+    let mut addresses = Vec::new();
+    for name in names {
+        // A link-local address means nothing without its interface, of which a peer knows none.
+        let fit = all.iter().filter(|i| i.name == *name && !is_link_local(i.address));
+        let mut found: Vec<_> = fit.map(|i| i.address).collect();
+        if found.is_empty() {
+            let mut known: Vec<&str> = all.iter().map(|i| i.name.as_str()).collect();
+            known.sort_unstable();
+            known.dedup();
+            return Err(Error::invalid_config(
+                "interfaces",
+                format_args!("{name:?}"),
+                &format!("an interface that is up and has an address, of {}", known.join(", ")),
+            ));
+        }
+        found.sort_by_key(|address| rank(*address, ""));
+        addresses.append(&mut found);
+    }
+    Ok(addresses)
 }
 
 fn listen_on(addresses: &[IpAddr], config: &TcpConfig) -> Result<Vec<TcpListener>> {
@@ -155,15 +181,18 @@ fn choose(
         .or_else(|| candidates.iter().min_by_key(|i| rank(i.address, &i.name)).map(|i| i.address))
 }
 
-/// How little an address is fit for being told to peers: zero is best.
-fn rank(address: IpAddr, interface: &str) -> u8 {
-    let link_local = match address {
+fn is_link_local(address: IpAddr) -> bool {
+    match address {
         IpAddr::V4(v4) => v4.is_link_local(),
         IpAddr::V6(v6) => v6.is_unicast_link_local(),
-    };
+    }
+}
+
+/// How little an address is fit for being told to peers: zero is best.
+fn rank(address: IpAddr, interface: &str) -> u8 {
     if address.is_loopback() {
         3
-    } else if link_local {
+    } else if is_link_local(address) {
         4
     } else if ["docker", "br-", "veth", "virbr", "cni", "flannel"].iter().any(|p| interface.starts_with(p)) {
         2
@@ -276,6 +305,35 @@ mod tests {
         }
         let source = |ipv4: bool| ipv4.then(|| "10.1.2.3".parse().unwrap());
         assert_eq!(choose(&[], &any6, &all, source), source(true));
+    }
+
+    #[test]
+    fn interfaces_choose_where_to_listen_and_an_unknown_one_is_named() {
+        let listening = listen(&TcpConfig { interfaces: vec!["lo".into()], ..TcpConfig::default() }).unwrap();
+        assert_eq!(listening.host, "127.0.0.1");
+        for listener in &listening.listeners {
+            assert!(listener.local_addr().unwrap().ip().is_loopback(), "{listener:?}");
+        }
+        let all = [
+            interface("lo", "127.0.0.1"),
+            interface("eth0", "fe80::1"),
+            interface("eth0", "fd00::3"),
+            interface("eth0", "10.1.2.3"),
+            interface("eth1", "fe80::2"),
+        ];
+        let addresses = |names: &[&str]| {
+            addresses_of(&names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>(), &all)
+        };
+        let expected: [IpAddr; 3] =
+            ["10.1.2.3", "fd00::3", "127.0.0.1"].map(|address| address.parse().unwrap());
+        assert_eq!(addresses(&["eth0", "lo"]).unwrap(), expected);
+        for bad in ["mlx5_0", "eth1"] {
+            let error = addresses(&["lo", bad]).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidConfig);
+            for part in [&format!("interfaces is {bad:?}"), "eth0, eth1, lo"] {
+                assert!(error.message().contains(part), "{part} is missing in {error}");
+            }
+        }
     }
 
     #[test]

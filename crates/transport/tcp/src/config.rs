@@ -15,6 +15,9 @@ use crate::address::Network;
 pub struct TcpConfig {
     /// The addresses to listen on. Empty: all of them, IPv6 and IPv4 alike where the host has both.
     pub bind: Vec<IpAddr>,
+    /// The network interfaces on whose addresses to listen, by name, in place of `bind`; the first is advertised.
+    /// Empty: as `bind` says.
+    pub interfaces: Vec<String>,
     /// The first port to try; zero lets the system choose.
     pub port: u16,
     /// How many further ports to try when `port` is in use.
@@ -57,6 +60,7 @@ impl Default for TcpConfig {
     fn default() -> Self {
         Self {
             bind: Vec::new(),
+            interfaces: Vec::new(),
             port: 0,
             port_range: 0,
             advertise: String::new(),
@@ -101,6 +105,13 @@ impl TcpConfig {
         within("connect_timeout_ms", self.connect_timeout_ms, 10, 3_600_000)?;
         within("reconnect_attempts", self.reconnect_attempts.into(), 0, 16)?;
         within("max_connections", self.max_connections as u64, 1, 1 << 20)?;
+        if !self.interfaces.is_empty() && !self.bind.is_empty() {
+            return Err(Error::invalid_config(
+                "interfaces",
+                format_args!("{:?}", self.interfaces),
+                "none as long as bind names addresses",
+            ));
+        }
         if self.port == 0 && self.port_range != 0 {
             return Err(Error::invalid_config(
                 "port_range",
@@ -189,6 +200,16 @@ mod tests {
             (TcpConfig { socket_buffer_bytes: 100, ..base() }, "socket_buffer_bytes", "100", "65536"),
             (TcpConfig { port: 65535, port_range: 1, ..base() }, "port_range", "1", "65535"),
             (TcpConfig { port_range: 7, ..base() }, "port_range", "7", "0"),
+            (
+                TcpConfig {
+                    interfaces: vec!["lo".into()],
+                    bind: vec![std::net::Ipv4Addr::LOCALHOST.into()],
+                    ..base()
+                },
+                "interfaces",
+                "\"lo\"",
+                "bind",
+            ),
             (
                 TcpConfig { advertise_networks: vec!["10.0.0.0/33".into()], ..base() },
                 "advertise_networks",
