@@ -5,6 +5,7 @@ use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use bytes::Bytes;
 use posthorse_core::{HostView, Location, Region, View};
 
 /// Host memory that somebody else allocated and that is merely registered here, such as a tensor of another
@@ -26,6 +27,14 @@ impl ForeignMemory {
     /// so, or the caller does.
     pub unsafe fn new(view: HostView, owner: Option<Arc<dyn Any + Send + Sync>>) -> Self {
         Self { view, location: Location::Any, writable: true, _owner: owner }
+    }
+
+    /// A region of shared bytes, which are kept until it is dropped. Transfers may not write to it.
+    pub fn shared(bytes: Bytes) -> Self {
+        let view = HostView::of(&bytes);
+        // SAFETY: the bytes stay where they are, readable by any thread and written by nobody, as long as one handle
+        // of them is there, which the region holds; and it is read-only.
+        unsafe { Self::new(view, Some(Arc::new(bytes))) }.read_only()
     }
 
     /// The same region, which transfers may not write to.

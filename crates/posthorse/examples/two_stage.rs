@@ -46,10 +46,9 @@ fn keys_of(layer: usize) -> Vec<u8> {
 
 fn producer(start_consumer: bool) -> Result<()> {
     let connector = connector(Role::Sender)?;
-    let layers: Vec<Vec<u8>> = (0..LAYERS).map(keys_of).collect();
     let mut cache = TensorSet::new();
-    for (layer, keys) in layers.iter().enumerate() {
-        cache.push(&format!("key_cache_{layer}"), DType::BF16, &SHAPE, keys)?;
+    for layer in 0..LAYERS {
+        cache.push_shared(&format!("key_cache_{layer}"), DType::BF16, &SHAPE, keys_of(layer).into())?;
     }
     connector.put(&Edge::new(0, 1), "request-1", &cache, PutOptions::default())?;
     let (host, port) = connector.address()?;

@@ -188,7 +188,7 @@ impl Pair {
             (None, Mode::Object) => {
                 let mut set = TensorSet::new();
                 for (info, bytes) in payload.parts() {
-                    set.push(&info.name, info.dtype, &info.shape, bytes)?;
+                    set.push_shared(&info.name, info.dtype, &info.shape, bytes)?;
                 }
                 producer.put(edge, key, &set, options)?
             }

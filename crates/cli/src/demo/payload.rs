@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::Path;
 
+use bytes::Bytes;
 use posthorse_core::DType;
 use safetensors::SafeTensors;
 use serde::{Deserialize, Serialize};
@@ -34,7 +35,7 @@ pub(crate) struct TensorInfo {
 #[derive(Debug)]
 pub(crate) struct Payload {
     pub(crate) tensors: Vec<TensorInfo>,
-    storage: Vec<u8>,
+    storage: Bytes,
     /// Where the first tensor begins in the storage.
     start: usize,
 }
@@ -64,7 +65,7 @@ impl Payload {
         })?;
         let mut storage = vec![0; bytes];
         pattern::fill(seed, &mut storage);
-        Ok(Self { tensors, storage, start: 0 })
+        Ok(Self { tensors, storage: storage.into(), start: 0 })
     }
 
     /// The tensors of a safetensors file, in the order of their data.
@@ -92,7 +93,7 @@ impl Payload {
             });
         }
         // Eight bytes of length stand before the header.
-        let payload = Self { tensors, storage, start: header + 8 };
+        let payload = Self { tensors, storage: storage.into(), start: header + 8 };
         if payload.bytes().is_empty() {
             return Err(strange("it holds no data".to_owned()));
         }
@@ -105,13 +106,9 @@ impl Payload {
     }
 
     /// Each tensor with its bytes.
-    pub(crate) fn parts(&self) -> impl Iterator<Item = (&TensorInfo, &[u8])> {
-        let mut rest = self.bytes();
-        self.tensors.iter().map(move |info| {
-            let (bytes, after) = rest.split_at(info.bytes as usize);
-            rest = after;
-            (info, bytes)
-        })
+    pub(crate) fn parts(&self) -> impl Iterator<Item = (&TensorInfo, Bytes)> {
+        let mut rest = self.storage.slice(self.start..);
+        self.tensors.iter().map(move |info| (info, rest.split_to(info.bytes as usize)))
     }
 }
 
@@ -174,7 +171,8 @@ mod tests {
         assert_eq!(payload.bytes(), data);
         let parts: Vec<_> =
             payload.parts().map(|(info, bytes)| (info.name.as_str(), info.dtype, bytes)).collect();
-        assert_eq!(parts, [("z", DType::I64, &data[..8]), ("a", DType::F16, &data[8..])]);
+        let part = |range| Bytes::copy_from_slice(&data[range]);
+        assert_eq!(parts, [("z", DType::I64, part(0..8)), ("a", DType::F16, part(8..data.len()))]);
         assert_eq!(payload.tensors[1].shape, [2, 3]);
     }
 

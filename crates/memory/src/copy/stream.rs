@@ -156,9 +156,9 @@ mod tests {
     fn ways() -> Vec<Stream> {
         let best = Width::detect();
         let widths = [Width::Sse2, Width::Avx2, Width::Avx512];
-        let there = widths.into_iter().filter(|width| {
-            best == Width::Avx512 || *width == best || *width == Width::Sse2
-        });
+        let there = widths
+            .into_iter()
+            .filter(|width| best == Width::Avx512 || *width == best || *width == Width::Sse2);
         there.flat_map(|width| [false, true].map(|side_by_side| Stream { width, side_by_side })).collect()
     }
 

@@ -194,6 +194,8 @@ impl Inner {
         size: u64,
         offered: &Offered,
     ) -> Result<Option<Received>> {
+        // What cannot be read the producer writes, for the same claim.
+        let want = if offered.grant.is_none() { Want::Write } else { want };
         // Room, a connection and the bytes may take longer than the producer keeps a place for a silent consumer.
         let renewal = Renewal::new(self, &get.address, &get.pull);
         let opened = offered.manifest.check(size).and_then(|()| {

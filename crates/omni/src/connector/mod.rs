@@ -13,6 +13,7 @@ mod place;
 mod put;
 mod received;
 mod serve;
+mod stored;
 mod stream;
 mod timer;
 mod worker;
@@ -24,7 +25,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use posthorse_buffer::{Pool, PoolConfig, SharedBuffer, SlotGrant};
+use posthorse_buffer::{Pool, PoolConfig, SlotGrant};
 use posthorse_core::{Deadline, Error, ErrorKind, Result};
 use posthorse_engine::{Batch, EngineConfig, Grant, RegisteredMemory, TransferEngine};
 use posthorse_memory::{CopyPool, MemoryOptions};
@@ -33,7 +34,6 @@ use crate::config::ConnectorConfig;
 use crate::control::{ControlPlane, Dialer, Listener, Responder};
 use crate::message::{Outcome, Query, Renew, Request};
 use crate::offer::{Actions, Offers, PullId};
-use crate::payload::Manifest;
 
 use farewell::Farewells;
 pub use get::{GetOptions, Source};
@@ -41,6 +41,8 @@ pub use health::Health;
 pub use lease::Lease;
 pub use put::{OwnTicket, Payload, PutOptions, Ticket};
 pub use received::{Received, Tensor};
+use stored::Sources;
+pub(crate) use stored::Stored;
 pub use stream::{FollowOptions, StreamReceiver, StreamSender};
 use timer::Timer;
 use worker::Workers;
@@ -74,6 +76,8 @@ pub(crate) struct Inner {
     memory: Mutex<Option<RegisteredMemory>>,
     memory_id: posthorse_core::RegionId,
     copier: CopyPool,
+    /// Payload bytes outside of the pool.
+    sources: Sources,
     plane: ControlPlane,
     dialer: Dialer,
     /// For what must not wait behind gets that wait.
@@ -116,19 +120,6 @@ struct State {
     writes: HashMap<PullId, Arc<Batch>>,
 }
 
-/// A payload on offer.
-#[derive(Debug)]
-pub(crate) struct Stored {
-    buffer: SharedBuffer,
-    /// Bytes of the payload, which may be fewer than its block has.
-    len: u64,
-    manifest: Manifest,
-    /// Whether foreign consumers take it as raw bytes.
-    is_fast_path: bool,
-    /// The end of a stream: when it is gone, so is the stream.
-    entry: Option<stream::Entry>,
-}
-
 impl ConnectorBuilder {
     /// Sets the configuration.
     #[must_use]
@@ -164,6 +155,7 @@ impl ConnectorBuilder {
             memory_id: memory.id(),
             memory: Mutex::new(Some(memory)),
             copier: CopyPool::new(CopyPool::default_helpers())?,
+            sources: Sources::default(),
             workers: Workers::start(config.workers as usize)?,
             engine,
             owns_engine,

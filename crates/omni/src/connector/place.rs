@@ -1,12 +1,15 @@
 //! Moves payloads into and out of the pool: the one copy that a payload from elsewhere costs.
 
+use std::iter;
+
+use bytes::Bytes;
 use posthorse_buffer::ManagedBuffer;
 use posthorse_core::{Deadline, Error, ErrorKind, Result};
 use posthorse_memory::CopyPool;
 
 use super::Inner;
-use crate::payload::TensorSet;
-use crate::payload::envelope::Envelope;
+use super::stored::{LEAST_SHARED, Piece, Place, Stored};
+use crate::payload::{Manifest, NamedTensor, PayloadKind, TensorData, TensorSet};
 
 impl Inner {
     /// A block of the pool. An empty payload takes the smallest, since no block is empty.
@@ -21,19 +24,58 @@ impl Inner {
         Ok(buffer)
     }
 
-    /// A block that holds a tensor set as it travels: headers written, tensors copied once.
-    pub(super) fn place_tensors(
-        &self,
-        set: &TensorSet<'_>,
-        deadline: Deadline,
-    ) -> Result<(ManagedBuffer, Envelope)> {
+    /// A tensor set as it travels: headers written, tensors copied once, but those that are shared.
+    pub(super) fn place_tensors(&self, set: &TensorSet<'_>, deadline: Deadline) -> Result<Stored> {
         let envelope = set.layout()?;
-        let mut buffer = self.alloc(envelope.len(), deadline)?;
-        envelope.write_headers(part(&mut buffer, 0, envelope.len())?)?;
-        for (tensor, place) in set.tensors().iter().zip(envelope.tensors()) {
-            copy(&self.copier, tensor.data, part(&mut buffer, place.offset, place.len)?)?;
+        let manifest = Manifest { kind: PayloadKind::Tensors, tensors: envelope.tensors().to_vec() };
+        let shared: Vec<Option<Piece>> =
+            set.tensors().iter().map(|tensor| self.share_tensor(tensor)).collect();
+        let elsewhere: u64 = shared.iter().flatten().map(|piece| piece.len).sum();
+        let block_len = envelope.len() - elsewhere;
+        let mut block = self.alloc(block_len, deadline)?;
+        // Headers and copied tensors lie in the block as in the payload, only without what is shared between them.
+        let mut at = 0;
+        let mut pieces: Vec<Piece> = Vec::new();
+        let headers = envelope.headers().iter().map(|header| header.bytes.as_slice());
+        let tensors = set.tensors().iter().zip(shared).map(Some).chain(iter::repeat_with(|| None));
+        for (header, tensor) in headers.zip(tensors) {
+            let copied = match &tensor {
+                Some((tensor, None)) => tensor.data.bytes(),
+                _ => &[],
+            };
+            let run = header.len() + copied.len();
+            part(&mut block, at, header.len() as u64)?.copy_from_slice(header);
+            copy(&self.copier, copied, part(&mut block, at + header.len() as u64, copied.len() as u64)?)?;
+            match pieces.last_mut() {
+                Some(Piece { len, place: Place::Block(_) }) => *len += run as u64,
+                _ => pieces.push(Piece { len: run as u64, place: Place::Block(at) }),
+            }
+            at += run as u64;
+            pieces.extend(tensor.and_then(|(_, shared)| shared));
         }
-        Ok((buffer, envelope))
+        Ok(if elsewhere == 0 {
+            Stored::sized(block, envelope.len(), manifest, false)
+        } else {
+            Stored::in_pieces(Some(block), pieces, manifest, false)
+        })
+    }
+
+    fn share_tensor(&self, tensor: &NamedTensor<'_>) -> Option<Piece> {
+        match &tensor.data {
+            TensorData::Shared(bytes) => self.share(bytes),
+            TensorData::Lent(_) => None,
+        }
+    }
+
+    /// Shared bytes, to be sent from where they lie. `None` when they had better be copied.
+    pub(super) fn share(&self, bytes: &Bytes) -> Option<Piece> {
+        if bytes.len() < LEAST_SHARED {
+            return None;
+        }
+        let source = self.sources.share(&self.engine, bytes).inspect_err(|error| {
+            tracing::debug!(%error, "shared bytes are copied");
+        });
+        source.ok().map(|source| Piece { len: bytes.len() as u64, place: Place::Source(source) })
     }
 }
 

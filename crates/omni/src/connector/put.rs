@@ -4,6 +4,7 @@ use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
 
+use bytes::Bytes;
 use posthorse_buffer::ManagedBuffer;
 use posthorse_core::{Deadline, Error, ErrorKind, Incarnation, Result};
 use serde::{Deserialize, Serialize};
@@ -20,8 +21,11 @@ pub enum Payload<'a> {
     Buffer(ManagedBuffer),
     /// Bytes: one copy.
     Bytes(&'a [u8]),
-    /// Named tensors, laid out so that the consumer views them in place: one copy, and nothing is serialised but
-    /// their names and shapes.
+    /// Bytes that stay where they are and are sent from there: no copy. Few of them, and such as cannot be
+    /// registered, are copied.
+    Shared(Bytes),
+    /// Named tensors, laid out so that the consumer views them in place, and nothing is serialised but their names and
+    /// shapes: one copy of those that were lent to the set, none of those that are shared with it.
     Tensors(&'a TensorSet<'a>),
 }
 
@@ -34,6 +38,12 @@ impl From<ManagedBuffer> for Payload<'_> {
 impl<'a> From<&'a [u8]> for Payload<'a> {
     fn from(bytes: &'a [u8]) -> Self {
         Self::Bytes(bytes)
+    }
+}
+
+impl From<Bytes> for Payload<'_> {
+    fn from(bytes: Bytes) -> Self {
+        Self::Shared(bytes)
     }
 }
 
@@ -150,18 +160,6 @@ impl Connector {
     }
 }
 
-impl Stored {
-    pub(super) fn new(buffer: ManagedBuffer, manifest: Manifest, is_fast_path: bool) -> Self {
-        let len = buffer.len();
-        Self::sized(buffer, len, manifest, is_fast_path)
-    }
-
-    /// The payload may be shorter than its block.
-    pub(super) fn sized(buffer: ManagedBuffer, len: u64, manifest: Manifest, is_fast_path: bool) -> Self {
-        Self { len, buffer: buffer.freeze(), manifest, is_fast_path, entry: None }
-    }
-}
-
 impl Inner {
     /// Whether a buffer lies in the pool that consumers can reach.
     fn owns(&self, buffer: &ManagedBuffer) -> bool {
@@ -174,15 +172,14 @@ impl Inner {
         Ok(match payload {
             Payload::Buffer(buffer) if self.owns(&buffer) => bytes(buffer),
             Payload::Buffer(buffer) => bytes(self.place_bytes(buffer.bytes()?, deadline)?),
-            Payload::Bytes([]) => {
-                return Err(Error::invalid_argument("payload", "0 bytes", "at least one byte"));
-            }
+            Payload::Bytes([]) => return Err(no_bytes()),
+            Payload::Shared(payload) if payload.is_empty() => return Err(no_bytes()),
             Payload::Bytes(payload) => bytes(self.place_bytes(payload, deadline)?),
-            Payload::Tensors(set) => {
-                let (buffer, envelope) = self.place_tensors(set, deadline)?;
-                let manifest = Manifest { kind: PayloadKind::Tensors, tensors: envelope.tensors().to_vec() };
-                Stored::sized(buffer, envelope.len(), manifest, false)
-            }
+            Payload::Shared(payload) => match self.share(&payload) {
+                Some(piece) => Stored::in_pieces(None, vec![piece], Manifest::of(PayloadKind::Bytes), true),
+                None => bytes(self.place_bytes(&payload, deadline)?),
+            },
+            Payload::Tensors(set) => self.place_tensors(set, deadline)?,
         })
     }
 
@@ -220,4 +217,8 @@ impl Inner {
             }),
         })
     }
+}
+
+fn no_bytes() -> Error {
+    Error::invalid_argument("payload", "0 bytes", "at least one byte")
 }

@@ -5,12 +5,13 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use posthorse_core::{
-    Access, Deadline, Error, ErrorKind, Features, GrantDesc, Hello, LocalRange, Opcode, Priority,
-    RemoteRange, Result, Route, TransferRequest,
+    Access, Deadline, Error, ErrorKind, Features, GrantDesc, Hello, Opcode, Priority, RemoteRange, Result,
+    Route, TransferRequest,
 };
 use posthorse_engine::{Batch, SubmitOptions};
 
 use super::get::closed;
+use super::stored::Home;
 use super::{Inner, State, Stored};
 use crate::control::{Peer, Responder, Service};
 use crate::message::{
@@ -155,7 +156,7 @@ impl Inner {
         let grant = match want {
             Want::Write => None,
             Want::Read => match self.grant_read(pull, &found.payload) {
-                Ok(grant) => Some(grant),
+                Ok(grant) => grant,
                 Err(error) => {
                     self.end_claim(pull, Outcome::Failed);
                     return responder.refuse(&error);
@@ -185,13 +186,19 @@ impl Inner {
         });
     }
 
-    fn grant_read(&self, pull: &PullId, stored: &Stored) -> Result<GrantDesc> {
+    /// Leave to read a payload. `None` when it has to be written, since it does not lie in the pool: the claim is
+    /// then one to that.
+    fn grant_read(&self, pull: &PullId, stored: &Stored) -> Result<Option<GrantDesc>> {
+        let Home::Block(block) = &stored.home else {
+            self.with_offers(|offers, now, _| offers.reserve(pull, now));
+            return Ok(None);
+        };
         let memory = self.memory.lock();
         let memory = memory.as_ref().ok_or_else(closed)?;
-        let grant = memory.grant(stored.buffer.offset(), stored.len, Access::Read, Some(&pull.consumer))?;
+        let grant = memory.grant(block.offset(), stored.len, Access::Read, Some(&pull.consumer))?;
         let desc = grant.desc().clone();
         self.state.lock().reads.insert(pull.clone(), grant);
-        Ok(desc)
+        Ok(Some(desc))
     }
 
     /// Ends a read: its claim ends when the consumer cannot touch the payload any more.
@@ -269,17 +276,16 @@ impl Inner {
             deadline_ms.map_or(longest, |ms| longest.min(Deadline::after(Duration::from_millis(ms))));
         let connect = deadline.min(Deadline::after(Duration::from_millis(self.config.liveness_ms)));
         let segment = self.engine.open_life(consumer, *incarnation, connect)?;
-        let request = TransferRequest {
-            opcode: Opcode::Write,
-            local: LocalRange { region: self.memory_id, offset: stored.buffer.offset() },
-            remote: RemoteRange { segment: segment.id(), address: grant.address, token: Some(grant.token) },
-            len: stored.len,
-            priority: Priority::Medium,
-            route: Route::Auto,
-            group: 0,
+        let mut address = grant.address;
+        let request = |(local, len)| {
+            let remote = RemoteRange { segment: segment.id(), address, token: Some(grant.token) };
+            address += len;
+            let (priority, route) = (Priority::Medium, Route::Auto);
+            TransferRequest { opcode: Opcode::Write, local, remote, len, priority, route, group: 0 }
         };
+        let requests: Vec<_> = stored.ranges(self.memory_id).into_iter().map(request).collect();
         let mut batch = self.engine.batch();
-        batch.submit(&[request], SubmitOptions { deadline, checksum: *checksum })?;
+        batch.submit(&requests, SubmitOptions { deadline, checksum: *checksum })?;
         let batch = Arc::new(batch);
         self.state.lock().writes.insert(id.clone(), Arc::clone(&batch));
         Ok(batch)

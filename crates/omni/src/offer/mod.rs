@@ -344,6 +344,16 @@ impl<P: Clone> Offers<P> {
         self.offers.get(key).map(Offer::found).ok_or_else(|| self.absence(key))
     }
 
+    /// Makes of a claim to read one to be written to, which keeps its place until [`Offers::begin`].
+    pub fn reserve(&mut self, pull: &PullId, now: Instant) {
+        let Some(claim) = self.claims.get_mut(pull) else { return };
+        claim.in_flight = false;
+        if let Some(due) = claim.due.take() {
+            self.timers.remove(due);
+        }
+        claim.due = Some(self.timers.add(now + self.limits.reservation, Timer::Claim(pull.clone())));
+    }
+
     /// Ends a claim: nothing touches the payload for it any more. `Done` counts as served; `Failed` gives the place
     /// back.
     ///

@@ -12,4 +12,4 @@ mod msgpack;
 mod tensor_set;
 
 pub use manifest::{MAX_DIMENSIONS, MAX_TENSORS, Manifest, PayloadKind, TensorDesc};
-pub use tensor_set::{NamedTensor, TensorSet};
+pub use tensor_set::{NamedTensor, TensorData, TensorSet};

@@ -1,5 +1,6 @@
 //! Tensors by name.
 
+use bytes::Bytes;
 use posthorse_core::{DType, Error, Result};
 
 use super::envelope::{self, Envelope};
@@ -21,12 +22,38 @@ pub struct NamedTensor<'a> {
     /// Element counts, outermost first; empty for a scalar.
     pub shape: Vec<u64>,
     /// Its bytes.
-    pub data: &'a [u8],
+    pub data: TensorData<'a>,
+}
+
+/// A tensor's bytes.
+#[derive(Clone)]
+pub enum TensorData<'a> {
+    /// Lent for the time of a put, which copies them.
+    Lent(&'a [u8]),
+    /// Shared: sent from where they lie.
+    Shared(Bytes),
+}
+
+impl std::fmt::Debug for TensorData<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let kind = if matches!(self, Self::Lent(_)) { "lent" } else { "shared" };
+        write!(f, "{} bytes, {kind}", self.bytes().len())
+    }
+}
+
+impl TensorData<'_> {
+    /// The bytes.
+    pub fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Lent(bytes) => bytes,
+            Self::Shared(bytes) => bytes,
+        }
+    }
 }
 
 impl std::fmt::Debug for NamedTensor<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{:?}: {} {:?} ({} bytes)", self.name, self.dtype, self.shape, self.data.len())
+        write!(f, "{:?}: {} {:?} ({:?})", self.name, self.dtype, self.shape, self.data)
     }
 }
 
@@ -42,10 +69,24 @@ impl<'a> TensorSet<'a> {
     /// `InvalidArgument` when the bytes are not as many as dtype and shape say. Names are checked by
     /// [`TensorSet::layout`], together.
     pub fn push(&mut self, name: &str, dtype: DType, shape: &[u64], data: &'a [u8]) -> Result<()> {
-        if bytes_of(dtype, shape) != Some(data.len() as u64) {
+        self.add(name, dtype, shape, TensorData::Lent(data))
+    }
+
+    /// As [`TensorSet::push`], for bytes that stay where they are: a put does not copy them, but sends them from there
+    /// (`Bytes::from_owner` takes whatever holds them). They are kept until the payload is no longer offered.
+    ///
+    /// # Errors
+    /// As [`TensorSet::push`].
+    pub fn push_shared(&mut self, name: &str, dtype: DType, shape: &[u64], data: Bytes) -> Result<()> {
+        self.add(name, dtype, shape, TensorData::Shared(data))
+    }
+
+    fn add(&mut self, name: &str, dtype: DType, shape: &[u64], data: TensorData<'a>) -> Result<()> {
+        let len = data.bytes().len();
+        if bytes_of(dtype, shape) != Some(len as u64) {
             return Err(Error::invalid_argument(
                 "the data of a tensor",
-                format_args!("{} bytes for {name:?}", data.len()),
+                format_args!("{len} bytes for {name:?}"),
                 &format!("as many as {dtype} {shape:?} has"),
             ));
         }
@@ -79,7 +120,10 @@ impl<'a> TensorSet<'a> {
         let placed = envelope.tensors();
         let fits = out.len() as u64 == envelope.len()
             && placed.len() == self.tensors.len()
-            && placed.iter().zip(&self.tensors).all(|(desc, tensor)| desc.len == tensor.data.len() as u64);
+            && placed
+                .iter()
+                .zip(&self.tensors)
+                .all(|(desc, tensor)| desc.len == tensor.data.bytes().len() as u64);
         if !fits {
             return Err(Error::invalid_argument(
                 "the payload's memory",
@@ -89,7 +133,7 @@ impl<'a> TensorSet<'a> {
         }
         envelope.write_headers(out)?;
         for (desc, tensor) in placed.iter().zip(&self.tensors) {
-            copy(&mut out[desc.offset as usize..][..desc.len as usize], tensor.data);
+            copy(&mut out[desc.offset as usize..][..desc.len as usize], tensor.data.bytes());
         }
         Ok(())
     }

@@ -29,6 +29,7 @@ pub struct ShmConfig {
     /// In which pieces the copy threads work, in bytes: a cancelled slice ends after the piece under way.
     pub piece_bytes: usize,
     /// How many copy threads there are, and how many threads copy at once, those that help while they wait among them.
+    /// 0: half as many as there are processors, but 2 to 4.
     pub copy_threads: u32,
     /// How long a copy thread that has nothing left to do looks for more before it sleeps, in microseconds: a
     /// wake-up takes about as long.
@@ -50,7 +51,7 @@ impl Default for ShmConfig {
             max_peers: 1024,
             inline_bytes: 256 << 10,
             piece_bytes: 1 << 20,
-            copy_threads: default_copy_threads(),
+            copy_threads: 0,
             spin_us: 50,
             queue_slices: 4096,
             liveness_ms: 3000,
@@ -78,11 +79,20 @@ impl ShmConfig {
         in_range("max_peers", self.max_peers.into(), 1, 1 << 16)?;
         in_range("inline_bytes", self.inline_bytes as u64, 0, 1 << 30)?;
         in_range("piece_bytes", self.piece_bytes as u64, 64 << 10, 1 << 30)?;
-        in_range("copy_threads", self.copy_threads.into(), 1, 64)?;
+        in_range("copy_threads", self.copy_threads.into(), 0, 64)?;
         in_range("spin_us", self.spin_us, 0, 1_000_000)?;
         in_range("queue_slices", self.queue_slices.into(), 1, 1 << 20)?;
         in_range("liveness_ms", self.liveness_ms, 1, 3_600_000)?;
         Ok(self)
+    }
+
+    /// As configured, or: half of the processors, as the rest of the process wants some; at least 2, since one thread
+    /// alone does not use up the memory's bandwidth; at most 4, since few do.
+    pub(crate) fn copy_threads(&self) -> u32 {
+        match self.copy_threads {
+            0 => std::thread::available_parallelism().map_or(2, |all| (all.get() / 2).clamp(2, 4) as u32),
+            threads => threads,
+        }
     }
 
     pub(crate) const fn spin(&self) -> Duration {
@@ -92,13 +102,6 @@ impl ShmConfig {
     pub(crate) const fn liveness(&self) -> Duration {
         Duration::from_millis(self.liveness_ms)
     }
-}
-
-/// Half of the processors, as the rest of the process wants some; at least 2, which is what one memory channel and
-/// its processors' caches make of a large copy; at most 4, since few threads use up the memory's bandwidth.
-fn default_copy_threads() -> u32 {
-    let processors = std::thread::available_parallelism().map_or(2, usize::from);
-    (processors / 2).clamp(2, 4) as u32
 }
 
 fn in_range(key: &str, value: u64, min: u64, max: u64) -> Result<()> {
@@ -123,6 +126,6 @@ mod tests {
     #[test]
     fn a_value_out_of_range_is_refused_with_what_is_accepted() {
         let error = ShmConfig { copy_threads: 65, ..ShmConfig::default() }.checked().unwrap_err();
-        assert!(error.to_string().contains("copy_threads is 65; accepted: 1 to 64"), "{error}");
+        assert!(error.to_string().contains("copy_threads is 65; accepted: 0 to 64"), "{error}");
     }
 }

@@ -85,14 +85,14 @@ impl Copiers {
                 stopping: false,
             }),
             available: AtomicBool::new(false),
-            most: config.copy_threads,
+            most: config.copy_threads(),
             spin: config.spin(),
             work: Condvar::new(),
             idle: Condvar::new(),
             events,
             threads: Mutex::default(),
         });
-        for number in 0..config.copy_threads {
+        for number in 0..this.most {
             let name = format!("shm-copy-{number}");
             let body = {
                 let this = Arc::clone(&this);

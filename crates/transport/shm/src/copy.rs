@@ -120,7 +120,15 @@ unsafe fn one<'a>(
                 let local = local_part(slice.local, 0, slice.local.len());
                 Verdict::Over(local.and_then(|local| {
                     // SAFETY: the caller's promise; `announced` names the grant.
-                    unsafe { region.copy(slice.opcode, local, slice.remote_address, slice.checksum, slice.local.len()) }
+                    unsafe {
+                        region.copy(
+                            slice.opcode,
+                            local,
+                            slice.remote_address,
+                            slice.checksum,
+                            slice.local.len(),
+                        )
+                    }
                 }))
             }
         },

@@ -118,7 +118,9 @@ fn child_main() {
     // SAFETY: as above: this process ends with its parent.
     unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
     let folder = options["folder"].as_str().map(Into::into);
-    let node = Arc::new(Node::with("child:1", ShmConfig { folder, ..config() }, None));
+    // Large pieces, so that it can be stopped in the midst of one.
+    let config = ShmConfig { folder, piece_bytes: 64 << 20, ..config() };
+    let node = Arc::new(Node::with("child:1", config, None));
     let mut path = PathId(0);
     let mut leases = Vec::new();
     let mut regions = Vec::new();
