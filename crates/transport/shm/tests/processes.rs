@@ -141,11 +141,12 @@ fn child_main() {
             "write forever" => {
                 let (node, grant) = (Arc::clone(&node), grant());
                 std::thread::spawn(move || {
-                    let bytes = vec![1_u8; grant.len as usize];
-                    let write = slice(1, Opcode::Write, HostView::of(&bytes), &grant, 0);
-                    node.run(path, write).unwrap();
+                    let both = [1_u8, 2].map(|value| vec![value; grant.len as usize]);
+                    let [one, other] =
+                        both.each_ref().map(|bytes| slice(1, Opcode::Write, HostView::of(bytes), &grant, 0));
+                    node.run(path, other).unwrap();
                     say(&json!("begun"));
-                    while node.run(path, write).is_ok() {}
+                    while node.run(path, one).is_ok() && node.run(path, other).is_ok() {}
                     say(&json!("ended"));
                 });
             }
@@ -217,6 +218,8 @@ fn a_writer_that_is_stopped_in_a_copy_keeps_the_grant_until_it_goes_on_or_dies()
             let grant = node.grant_all(&region, Access::Write);
             peer.tell(&json!({ "do": "write forever", "grant": grant }));
             assert_eq!(peer.hear(), "begun");
+            // A piece has just been begun.
+            region.await_change();
             peer.signal(libc::SIGSTOP);
             let revoked = node.transport.revoke(grant.token, Deadline::after(Duration::from_millis(200)));
             if let Err(error) = revoked {

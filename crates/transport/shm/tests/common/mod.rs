@@ -150,6 +150,21 @@ impl Registered {
         copy
     }
 
+    /// Waits until a peer that writes another value to the first byte again and again has just done so.
+    pub(crate) fn await_change(&self) {
+        let mut first = [0_u8];
+        let mut look = || {
+            let byte = self.view.slice(0, 1).unwrap();
+            // SAFETY: as above.
+            unsafe { posthorse_memory::copy(byte, HostView::of_mut(&mut first)) }.unwrap();
+            std::hint::black_box(first)[0]
+        };
+        let before = look();
+        while look() == before {
+            std::hint::spin_loop();
+        }
+    }
+
     pub(crate) fn fill(&self, bytes: &[u8]) {
         let part = self.view.slice(0, bytes.len()).unwrap();
         // SAFETY: as above.
