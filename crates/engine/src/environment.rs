@@ -216,7 +216,7 @@ mod tests {
             #[cfg(feature = "shm")]
             ("POSTHORSE_SHM_PROCESS_VM", "perhaps", ["\"perhaps\"", "true, false"]),
             #[cfg(feature = "shm")]
-            ("POSTHORSE_SHM_COPY_THREADS", "65", ["copy_threads is 65", "1 to 64"]),
+            ("POSTHORSE_SHM_LIVENESS_MS", "0", ["liveness_ms is 0", "1 to 3600000"]),
         ] {
             let error = EngineConfig::default().overridden_by(&environment(&[(name, value)])).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::InvalidConfig, "{name}");
