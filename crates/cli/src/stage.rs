@@ -38,15 +38,9 @@ pub(crate) fn connector(
     let address = HOST
         .parse::<IpAddr>()
         .map_err(|_| Error::invalid_argument("host", HOST, "an address of this host"))?;
-    let engine = EngineConfig { transport: transport.clone(), ..engine_config(address) };
-    let config = ConnectorConfig {
-        role,
-        host: HOST.to_owned(),
-        zmq_port: 0,
-        transport: transport.parse()?,
-        memory_pool_size: pool_bytes,
-        ..config
-    };
+    let engine = EngineConfig { transport, ..engine_config(address) };
+    let config =
+        ConnectorConfig { role, host: HOST.to_owned(), zmq_port: 0, memory_pool_size: pool_bytes, ..config };
     Connector::builder().engine(TransferEngine::builder().config(engine).build()?).config(config).build()
 }
 

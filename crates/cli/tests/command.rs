@@ -135,6 +135,28 @@ fn wrong_usage_names_argument_value_and_what_is_accepted() {
 }
 
 #[test]
+fn variables_override_the_configuration_are_refused_by_name_or_named_in_a_warning() {
+    let demo = |name: &str, value: &str| {
+        let arguments = ["demo", "--transport", "tcp", "--size", "57344", "--count", "1"];
+        posthorse(&arguments).env("POSTHORSE_LOG", "warn").env(name, value).output().unwrap()
+    };
+    let refused = demo("POSTHORSE_TCP_LIVENESS_MS", "1");
+    let said = text(&refused.stderr);
+    assert!(!refused.status.success(), "{said}");
+    for part in ["POSTHORSE_TCP_LIVENESS_MS", "liveness_ms is 1", "60 to 3600000"] {
+        assert!(said.contains(part), "{part} is missing in {said}");
+    }
+    let known = demo("POSTHORSE_TCP_LIVENESS_MS", "4000");
+    assert!(known.status.success() && !text(&known.stderr).contains("overrides nothing"));
+    for name in ["POSTHORSE_TCP_LIVENESS", "POSTHORSE_CONNECTOR_LIVENESS"] {
+        let unknown = demo(name, "4000");
+        let said = text(&unknown.stderr);
+        assert!(unknown.status.success(), "{said}");
+        assert!(said.contains(&format!("the variable {name} is set, and overrides nothing")), "{said}");
+    }
+}
+
+#[test]
 fn help_has_examples_and_the_version_is_said() {
     assert!(printed(&["demo", "--help"]).contains("posthorse demo --transport tcp"));
     assert!(printed(&["bench", "--help"]).contains("posthorse bench report rows.jsonl"));

@@ -9,6 +9,8 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use posthorse_core::{Checksum, Error, ErrorKind, Result};
+use posthorse_engine::EngineConfig;
+use posthorse_engine::environment::{self, Environment};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -95,6 +97,35 @@ impl From<TransportChoice> for String {
     }
 }
 
+/// The protocol that carries the bytes, in the words of the reference.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Protocol {
+    /// As `transport` says.
+    #[default]
+    Auto,
+    /// TCP and nothing else.
+    Tcp,
+    /// Shared memory and nothing else.
+    Shm,
+    /// RDMA, which is not built in: no connector can be built with it.
+    Rdma,
+}
+
+impl fmt::Display for Protocol {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Auto => "auto",
+            Self::Tcp => "tcp",
+            Self::Shm => "shm",
+            Self::Rdma => "rdma",
+        })
+    }
+}
+
+/// The part of the configuration that this is, in the names of the variables that override it.
+const PART: &str = "connector";
+
 macro_rules! config {
     ($($(#[$doc:meta])* $key:ident: $type:ty = $default:expr, $accepted:literal;)*) => {
         /// The configuration of a connector. See the module's documentation.
@@ -111,6 +142,14 @@ macro_rules! config {
         impl ConnectorConfig {
             /// Every key.
             pub const KEYS: &'static [&'static str] = &[$(stringify!($key)),*];
+
+            /// What a key accepts, in words.
+            pub fn accepted(key: &str) -> Option<&'static str> {
+                match key {
+                    $(stringify!($key) => Some($accepted),)*
+                    _ => None,
+                }
+            }
 
             fn set(&mut self, key: &str, value: Value) -> Result<()> {
                 match key {
@@ -152,11 +191,11 @@ config! {
     sender_host: Option<String> = None, "a host name or address";
     /// The producer's control port.
     sender_zmq_port: Option<u16> = None, "1 to 65535";
-    /// The network protocol as the reference names it: rdma or tcp.
-    protocol: Option<String> = None, "rdma, tcp";
+    /// The protocol that carries the bytes, as the reference names it; rdma is not built in.
+    protocol: Protocol = Protocol::Auto, "auto, tcp, shm, rdma";
     /// Which transport carries the bytes.
     transport: TransportChoice = TransportChoice::Auto, "auto, prefer:NAME, require:NAME";
-    /// The network devices to use, separated by commas; all by default.
+    /// The network interfaces that TCP listens on, separated by commas; all by default.
     device_name: String = String::new(), "names separated by commas";
     /// The memory pool, in bytes.
     memory_pool_size: u64 = 1 << 30, "bytes, at least 4096";
@@ -168,14 +207,14 @@ config! {
     consumers: u32 = 1, "at least 1";
     /// How long a put waits for room in the pool, in milliseconds.
     put_wait_ms: u64 = 30_000, "milliseconds";
-    /// How long a get waits that is not told otherwise, in milliseconds.
+    /// How long a get waits that names no deadline, in milliseconds.
     get_wait_ms: u64 = 30_000, "milliseconds";
     /// How much is compared at the far end: off, sampled or full.
     checksum: Checksum = Checksum::Off, "off, sampled, full";
     /// What both sides have to agree on, such as a hash of model and layout.
     fingerprint: Option<String> = None, "any text";
     /// After which silence a peer counts as gone, in milliseconds.
-    liveness_ms: u64 = 3000, "1 to 3600000 milliseconds";
+    liveness_ms: u64 = 3000, "60 to 3600000 milliseconds";
     /// How long making a control connection may take, in milliseconds.
     connect_ms: u64 = 2000, "1 to 3600000 milliseconds";
     /// Threads that carry out pulls.
@@ -204,7 +243,7 @@ impl ConnectorConfig {
         let ranges = [
             ("memory_pool_size", self.memory_pool_size, 4096, u64::MAX),
             ("consumers", self.consumers.into(), 1, u32::MAX.into()),
-            ("liveness_ms", self.liveness_ms, 1, hour),
+            ("liveness_ms", self.liveness_ms, 60, hour),
             ("connect_ms", self.connect_ms, 1, hour),
             ("workers", self.workers.into(), 1, 256),
             ("max_offers", self.max_offers.into(), 1, u32::MAX.into()),
@@ -223,10 +262,87 @@ impl ConnectorConfig {
         if self.sender_zmq_port == Some(0) {
             return Err(Error::invalid_config("sender_zmq_port", 0, "1 to 65535"));
         }
-        match self.protocol.as_deref() {
-            None | Some("rdma" | "tcp") => Ok(()),
-            Some(other) => Err(Error::invalid_config("protocol", format_args!("{other:?}"), "rdma, tcp")),
+        Ok(())
+    }
+
+    /// The variables of the environment that override a key.
+    pub fn variables() -> Vec<String> {
+        Self::KEYS.iter().map(|key| environment::variable(PART, key)).collect()
+    }
+
+    /// The configuration as the environment overrides it.
+    ///
+    /// # Errors
+    /// `InvalidConfig`, naming the variable, the value and what is accepted.
+    pub fn overridden_by(self, environment: &Environment) -> Result<Self> {
+        environment.apply(PART, self, Self::try_from, Self::accepted, Self::check)
+    }
+
+    /// The configuration of an engine that does what this one says.
+    ///
+    /// # Errors
+    /// `InvalidConfig` when keys contradict each other; `Unsupported` for a protocol or device that is not built in.
+    pub(crate) fn engine_config(&self) -> Result<EngineConfig> {
+        let config = EngineConfig {
+            transport: self.carrier()?.to_string(),
+            fingerprint: self.fingerprint.clone(),
+            advertise: self.advertise_host.clone().unwrap_or_default(),
+            ..EngineConfig::default()
+        };
+        let config = config.liveness_ms(self.liveness_ms);
+        let devices: Vec<String> = self.devices().map(str::to_owned).collect();
+        if devices.is_empty() {
+            return Ok(config);
         }
+        if self.protocol == Protocol::Shm {
+            let accepted = "empty, as protocol shm uses no network device";
+            return Err(Error::invalid_config(
+                "device_name",
+                format_args!("{:?}", self.device_name),
+                accepted,
+            ));
+        }
+        config.interfaces(devices)
+    }
+
+    /// Checks that nothing is asked for that only an engine of the connector's own would do.
+    ///
+    /// # Errors
+    /// `InvalidConfig`, naming the key, the value and what is accepted.
+    pub(crate) fn check_with_engine(&self) -> Result<()> {
+        let accepted = |what: &str| format!("{what}, as the engine that was handed over decides");
+        if self.transport != TransportChoice::Auto {
+            return Err(Error::invalid_config("transport", &self.transport, &accepted("auto")));
+        }
+        if self.protocol != Protocol::Auto {
+            return Err(Error::invalid_config("protocol", self.protocol, &accepted("auto")));
+        }
+        if self.devices().next().is_some() {
+            let device = format_args!("{:?}", self.device_name);
+            return Err(Error::invalid_config("device_name", device, &accepted("empty")));
+        }
+        Ok(())
+    }
+
+    /// Which transport carries the bytes, as `transport` and `protocol` say together.
+    fn carrier(&self) -> Result<TransportChoice> {
+        let required = match self.protocol {
+            Protocol::Auto => return Ok(self.transport.clone()),
+            Protocol::Rdma => {
+                return Err(Error::new(ErrorKind::Unsupported, "protocol is rdma: RDMA is not built in")
+                    .with_advice("auto, tcp and shm are"));
+            }
+            Protocol::Tcp | Protocol::Shm => TransportChoice::Require(self.protocol.to_string()),
+        };
+        if self.transport == TransportChoice::Auto || self.transport == required {
+            return Ok(required);
+        }
+        let accepted = format!("auto, as transport is {}", self.transport);
+        Err(Error::invalid_config("protocol", self.protocol, &accepted))
+    }
+
+    fn devices(&self) -> impl Iterator<Item = &str> {
+        self.device_name.split(',').map(str::trim).filter(|name| !name.is_empty())
     }
 
     /// How long an offer stays; `None` without end.
@@ -240,9 +356,14 @@ impl ConnectorConfig {
         Some(join(host, self.sender_zmq_port?))
     }
 
-    /// The control address to bind.
-    pub fn bind_address(&self) -> String {
-        join(if is_auto(&self.host) { "0.0.0.0" } else { &self.host }, self.zmq_port)
+    /// The control address to bind; `None` binds all of this host, IPv6 and IPv4.
+    pub fn bind_address(&self) -> Option<String> {
+        (!is_auto(&self.host)).then(|| join(&self.host, self.zmq_port))
+    }
+
+    /// How long a get waits that names no deadline.
+    pub const fn get_wait(&self) -> Duration {
+        Duration::from_millis(self.get_wait_ms)
     }
 
     /// The limits of the control plane.
@@ -312,7 +433,7 @@ mod tests {
         }))
         .unwrap();
         assert_eq!((config.role, config.ttl()), (Role::Both, Some(Duration::from_secs(60))));
-        assert_eq!(config.bind_address(), "10.0.0.1:0");
+        assert_eq!(config.bind_address().unwrap(), "10.0.0.1:0");
         assert_eq!(config.sender_address().unwrap(), "[fe80::1]:50151");
     }
 
@@ -332,8 +453,9 @@ mod tests {
             (json!({"role": "middle"}), ["role is \"middle\"", "sender, receiver, both"]),
             (json!({"transport": "require:"}), ["transport is \"require:\"", "prefer:NAME"]),
             (json!({"workers": 0}), ["workers is 0", "1 to 256"]),
-            (json!({"protocol": "ib"}), ["protocol is \"ib\"", "rdma, tcp"]),
+            (json!({"protocol": "ib"}), ["protocol is \"ib\"", "auto, tcp, shm"]),
             (json!({"liveness_ms": -1}), ["liveness_ms is -1", "milliseconds"]),
+            (json!({"liveness_ms": 59}), ["liveness_ms is 59", "60 to 3600000"]),
             (json!({"sender_zmq_port": 0}), ["sender_zmq_port is 0", "1 to 65535"]),
         ] {
             let error = read(value).unwrap_err();
@@ -344,11 +466,107 @@ mod tests {
     }
 
     #[test]
+    fn the_keys_that_an_engine_carries_out_reach_it() {
+        let engine = |config| ConnectorConfig::engine_config(&read(config).unwrap());
+        let config = engine(json!({"liveness_ms": 700, "fingerprint": "f", "advertise_host": "h"})).unwrap();
+        assert_eq!((config.fingerprint.as_deref(), config.advertise.as_str()), (Some("f"), "h"));
+        assert_eq!(
+            config,
+            EngineConfig {
+                fingerprint: Some("f".to_owned()),
+                advertise: "h".to_owned(),
+                ..EngineConfig::default().liveness_ms(700)
+            }
+        );
+        for (keys, transport) in [
+            (json!({}), "auto"),
+            (json!({"transport": "prefer:shm"}), "prefer:shm"),
+            (json!({"protocol": "auto", "transport": "require:tcp"}), "require:tcp"),
+            (json!({"protocol": "tcp"}), "require:tcp"),
+            (json!({"protocol": "shm"}), "require:shm"),
+            (json!({"protocol": "tcp", "transport": "require:tcp"}), "require:tcp"),
+        ] {
+            assert_eq!(engine(keys.clone()).unwrap().transport, transport, "{keys}");
+        }
+        for (keys, kind, part) in [
+            (json!({"protocol": "rdma"}), ErrorKind::Unsupported, "protocol is rdma"),
+            (
+                json!({"protocol": "tcp", "transport": "prefer:shm"}),
+                ErrorKind::InvalidConfig,
+                "protocol is tcp; accepted: auto, as transport is prefer:shm",
+            ),
+            (
+                json!({"protocol": "shm", "device_name": "eth0"}),
+                ErrorKind::InvalidConfig,
+                "device_name is \"eth0\"; accepted: empty",
+            ),
+        ] {
+            let error = engine(keys).unwrap_err();
+            assert_eq!(error.kind(), kind);
+            assert!(error.message().contains(part), "{part} is missing in {error}");
+        }
+    }
+
+    #[test]
+    #[cfg(feature = "tcp")]
+    fn the_devices_reach_tcp() {
+        let config = read(json!({"device_name": "eth0, eth1"})).unwrap().engine_config().unwrap();
+        assert_eq!(config, EngineConfig::default().interfaces(vec!["eth0".into(), "eth1".into()]).unwrap());
+    }
+
+    #[test]
+    fn with_an_engine_handed_over_its_keys_are_refused() {
+        read(json!({"fingerprint": "f", "liveness_ms": 700})).unwrap().check_with_engine().unwrap();
+        for (key, value) in
+            [("transport", "require:tcp"), ("protocol", "tcp"), ("protocol", "rdma"), ("device_name", "lo")]
+        {
+            let error = read(json!({key: value})).unwrap().check_with_engine().unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidConfig);
+            assert!(error.message().contains(key) && error.message().contains("the engine"), "{error}");
+        }
+    }
+
+    #[test]
+    fn each_key_is_overridden_by_its_variable_and_by_no_other() {
+        let defaults = Map::from(ConnectorConfig::default());
+        for (key, name) in ConnectorConfig::KEYS.iter().zip(ConnectorConfig::variables()) {
+            let text = match (*key, &defaults[*key]) {
+                ("role", _) => "sender".to_owned(),
+                ("transport", _) => "prefer:tcp".to_owned(),
+                ("protocol", _) => "shm".to_owned(),
+                ("checksum", _) => "full".to_owned(),
+                (_, Value::Number(number)) => (number.as_f64().unwrap() + 1.0).to_string(),
+                _ => "17".to_owned(),
+            };
+            let config =
+                ConnectorConfig::default().overridden_by(&[(name.clone(), text)].into_iter().collect());
+            let after = Map::from(config.unwrap());
+            for (other, value) in &defaults {
+                assert_eq!(*value != after[other], other == key, "{name}: {other} is {}", after[other]);
+            }
+        }
+    }
+
+    #[test]
+    fn a_bad_variable_is_refused_with_its_value_and_what_is_accepted() {
+        for (name, value, accepted) in [
+            ("POSTHORSE_CONNECTOR_WORKERS", "0", "1 to 256"),
+            ("POSTHORSE_CONNECTOR_ROLE", "middle", "sender, receiver, both"),
+            ("POSTHORSE_CONNECTOR_ZMQ_PORT", "", "0 to 65535"),
+        ] {
+            let environment = [(name.to_owned(), value)].into_iter().collect();
+            let error = ConnectorConfig::default().overridden_by(&environment).unwrap_err();
+            let expected = format!("{name} is {value:?}; accepted: {accepted}");
+            assert_eq!((error.kind(), error.message()), (ErrorKind::InvalidConfig, expected.as_str()));
+        }
+    }
+
+    #[test]
     fn the_defaults_survive_and_auto_is_not_an_address() {
         let config = ConnectorConfig::default();
         let json = serde_json::to_string(&config).unwrap();
         assert_eq!(serde_json::from_str::<ConnectorConfig>(&json).unwrap(), config);
-        assert_eq!(config.bind_address(), "0.0.0.0:50051");
+        assert_eq!(config.bind_address(), None);
         assert_eq!(config.sender_address(), None);
         let auto =
             read(json!({"sender_host": "auto", "sender_zmq_port": 1, "buffer_ttl_seconds": -1})).unwrap();

@@ -371,7 +371,7 @@ stage_args:
             TWO_STAGES.replace("host: 10.0.0.1", &format!("host: \"${{HOST}}\", zmq_port: \"{port}\""))
         };
         let pipeline = read(&text("${PORT}")).unwrap();
-        assert_eq!(pipeline.stage("0").outgoing[0].1.bind_address(), "10.0.0.9:50200");
+        assert_eq!(pipeline.stage("0").outgoing[0].1.bind_address().unwrap(), "10.0.0.9:50200");
         for (port, part) in [("${NO}", "\"NO\", which is not set"), ("${PORT", "without its end")] {
             let error = read(&text(port)).unwrap_err();
             assert!(error.message().contains(part), "{part} is missing in {error}");

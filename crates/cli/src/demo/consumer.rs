@@ -99,7 +99,7 @@ fn failed(error: &Error) -> Reply {
 
 fn get(connector: &Connector, setup: &Setup, order: &Order) -> Result<Reply, Error> {
     let options = GetOptions {
-        deadline: Deadline::after(PATIENCE),
+        deadline: Some(Deadline::after(PATIENCE)),
         source: Source::At(&setup.host, setup.port),
         lease: order.mode == Mode::Lease,
     };

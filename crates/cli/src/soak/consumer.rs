@@ -146,7 +146,7 @@ fn get_all(connector: &Connector, setup: &Setup, thread: u64, tally: &Tally) {
 
 fn get(connector: &Connector, setup: &Setup, item: &Item) -> Result<Received, Error> {
     let options = GetOptions {
-        deadline: Deadline::after(setup.plan.patience),
+        deadline: Some(Deadline::after(setup.plan.patience)),
         source: Source::At(&setup.host, setup.port),
         lease: item.form == Form::Lease,
     };

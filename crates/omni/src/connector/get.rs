@@ -40,10 +40,11 @@ pub enum Source<'a> {
 }
 
 /// How a payload is to be got.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub struct GetOptions<'a> {
-    /// Until when to wait: for the payload to be offered, for room in the pool, for the bytes.
-    pub deadline: Deadline,
+    /// Until when to wait: for the payload to be offered, for room in the pool, for the bytes. `None` waits as long as
+    /// `get_wait_ms` says.
+    pub deadline: Option<Deadline>,
     /// Where it is to be had.
     pub source: Source<'a>,
     /// Whether to read it in the producer's memory, if that is on this host, instead of copying it.
@@ -53,7 +54,7 @@ pub struct GetOptions<'a> {
 impl GetOptions<'_> {
     /// From the configured producer, as a copy.
     pub const fn until(deadline: Deadline) -> Self {
-        Self { deadline, source: Source::Upstream, lease: false }
+        Self { deadline: Some(deadline), source: Source::Upstream, lease: false }
     }
 }
 
@@ -130,7 +131,7 @@ impl Inner {
             key: edge.qualify(key)?,
             dialer: self.dialer.clone(),
             pull: self.next_pull(),
-            deadline: options.deadline,
+            deadline: options.deadline.unwrap_or_else(|| Deadline::after(self.config.get_wait())),
             wait_for_offer,
             lease: options.lease,
         })

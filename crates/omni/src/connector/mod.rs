@@ -27,7 +27,8 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use posthorse_buffer::{Pool, PoolConfig, SlotGrant};
 use posthorse_core::{Deadline, Error, ErrorKind, Result};
-use posthorse_engine::{Batch, EngineConfig, Grant, RegisteredMemory, TransferEngine};
+use posthorse_engine::environment::{CONNECTOR_PREFIX, Environment};
+use posthorse_engine::{Batch, Grant, RegisteredMemory, TransferEngine};
 use posthorse_memory::{CopyPool, MemoryOptions};
 
 use crate::config::ConnectorConfig;
@@ -135,17 +136,25 @@ impl ConnectorBuilder {
         self
     }
 
-    /// Starts the connector: allocates and registers its pool, and, unless it only receives, binds its listener.
+    /// Starts the connector, with the configuration as the [environment](posthorse_engine::environment) overrides it:
+    /// allocates and registers its pool, and, unless it only receives, binds its listener.
     ///
     /// # Errors
     /// `InvalidConfig`; `LimitReached` or `OutOfMemory` for the pool; `Io` naming the address when it cannot be bound.
     pub fn build(self) -> Result<Connector> {
-        let config = self.config;
+        let environment = Environment::of_process();
+        let config = self.config.overridden_by(&environment)?;
+        for name in environment.unknown(CONNECTOR_PREFIX, &ConnectorConfig::variables()) {
+            tracing::warn!("the variable {name} is set, and overrides nothing");
+        }
         config.check()?;
         let owns_engine = self.engine.is_none();
         let engine = match self.engine {
-            Some(engine) => engine,
-            None => TransferEngine::builder().config(engine_config(&config)).build()?,
+            Some(engine) => {
+                config.check_with_engine()?;
+                engine
+            }
+            None => own_engine(&config)?,
         };
         let region = pool_memory(&config)?.shared(true).allocate()?;
         let pool = Pool::new(region, &PoolConfig { alignment: 4096, ..PoolConfig::default() })?;
@@ -192,13 +201,15 @@ impl ConnectorBuilder {
     }
 }
 
-fn engine_config(config: &ConnectorConfig) -> EngineConfig {
-    EngineConfig {
-        transport: config.transport.to_string(),
-        fingerprint: config.fingerprint.clone(),
-        advertise: config.advertise_host.clone().unwrap_or_default(),
-        ..EngineConfig::default()
-    }
+fn own_engine(config: &ConnectorConfig) -> Result<TransferEngine> {
+    let engine = TransferEngine::builder().config(config.engine_config()?).build();
+    engine.map_err(|error| match error.kind() {
+        // It names the transport's key where the connector's is meant.
+        ErrorKind::InvalidConfig if !config.device_name.is_empty() => {
+            error.context(format_args!("device_name is {:?}", config.device_name))
+        }
+        _ => error,
+    })
 }
 
 /// Where a pool may be asked for.
@@ -240,7 +251,10 @@ impl Connector {
         *inner.timer_thread.lock() = Some(timer::start(&inner.timer, Arc::downgrade(inner))?);
         if inner.config.role.sends() {
             let service = Arc::new(serve::Server { inner: Arc::downgrade(inner) });
-            let listener = inner.plane.listen(&inner.config.bind_address(), service)?;
+            let listener = match inner.config.bind_address() {
+                Some(address) => inner.plane.listen(&address, service)?,
+                None => inner.plane.listen_everywhere(inner.config.zmq_port, service)?,
+            };
             let port = listener.local_address().port();
             *inner.advertised.lock() = Some((inner.advertised_host(listener.local_address().ip()), port));
             *self.owner.listener.lock() = Some(listener);

@@ -2,12 +2,13 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use posthorse_core::{Error, ErrorKind, Result};
+use socket2::{Domain, Socket, Type};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, watch};
 use tokio::task::{AbortHandle, JoinSet};
@@ -118,14 +119,60 @@ impl Drop for Listener {
 }
 
 pub(super) fn bind(plane: &ControlPlane, address: &str, service: Arc<dyn Service>) -> Result<Listener> {
-    let failed = |e: std::io::Error| Error::os(&format!("binding the control address {address}"), &e);
     let stay = plane.enter()?;
     // Bound here and now, so that a failure is the caller's.
-    let socket = std::net::TcpListener::bind(address).map_err(|error| match error.kind() {
-        std::io::ErrorKind::AddrInUse => failed(error)
-            .with_advice("another process or connector listens there: choose another port, or 0 for any"),
-        _ => failed(error),
-    })?;
+    let socket = std::net::TcpListener::bind(address).map_err(|error| refused(address, error))?;
+    serve_on(plane, stay, socket, service)
+}
+
+pub(super) fn bind_everywhere(
+    plane: &ControlPlane,
+    port: u16,
+    service: Arc<dyn Service>,
+) -> Result<Listener> {
+    let stay = plane.enter()?;
+    let dual = SocketAddr::from((Ipv6Addr::UNSPECIFIED, port));
+    let socket = match bind_dual(dual) {
+        Ok(socket) => socket,
+        // Without IPv6, there is IPv4. A port that is taken is no reason to take it in one of the two.
+        Err(error) if error.kind() != std::io::ErrorKind::AddrInUse => {
+            let any = SocketAddr::from((Ipv4Addr::UNSPECIFIED, port));
+            std::net::TcpListener::bind(any).map_err(|error| refused(&any.to_string(), error))?
+        }
+        Err(error) => return Err(refused(&dual.to_string(), error)),
+    };
+    serve_on(plane, stay, socket, service)
+}
+
+/// Listens for IPv6 and IPv4 alike, whatever the system's default (`net.ipv6.bindv6only`) is.
+fn bind_dual(address: SocketAddr) -> std::io::Result<std::net::TcpListener> {
+    const BACKLOG: i32 = 1024;
+    let socket = Socket::new(Domain::IPV6, Type::STREAM.cloexec(), None)?;
+    socket.set_only_v6(false)?;
+    // A port whose former owner has gone is free at once; two live owners are still refused.
+    socket.set_reuse_address(true)?;
+    socket.bind(&address.into())?;
+    socket.listen(BACKLOG)?;
+    Ok(socket.into())
+}
+
+fn refused(address: &str, error: std::io::Error) -> Error {
+    let in_use = error.kind() == std::io::ErrorKind::AddrInUse;
+    let error = Error::os(&format!("binding the control address {address}"), &error);
+    if in_use {
+        error.with_advice("another process or connector listens there: choose another port, or 0 for any")
+    } else {
+        error
+    }
+}
+
+fn serve_on(
+    plane: &ControlPlane,
+    stay: Stay,
+    socket: std::net::TcpListener,
+    service: Arc<dyn Service>,
+) -> Result<Listener> {
+    let failed = |error| Error::os("setting up the control socket", &error);
     socket.set_nonblocking(true).map_err(failed)?;
     let address = socket.local_addr().map_err(failed)?;
     let (stop, stopped) = watch::channel(false);
@@ -180,6 +227,8 @@ async fn accept(
             tracing::warn!(%address, limit = limits.max_connections, "refusing a control connection");
             continue;
         }
+        // An IPv4 peer of a socket for both is shown as what it is.
+        let address = SocketAddr::new(address.ip().to_canonical(), address.port());
         let peer = Peer { address, connection: next };
         next += 1;
         let ready = Arc::new(AtomicBool::new(false));

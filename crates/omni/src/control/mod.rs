@@ -97,6 +97,14 @@ impl ControlPlane {
         listener::bind(self, address, service)
     }
 
+    /// As [`ControlPlane::listen`], on every address of this host: IPv6 and IPv4 where it has both.
+    ///
+    /// # Errors
+    /// As [`ControlPlane::listen`].
+    pub fn listen_everywhere(&self, port: u16, service: Arc<dyn Service>) -> Result<Listener> {
+        listener::bind_everywhere(self, port, service)
+    }
+
     /// A dialer with its own cache of connections; clones of it share that.
     pub fn dialer(&self) -> Dialer {
         Dialer::new(self.clone())

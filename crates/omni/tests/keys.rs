@@ -1,0 +1,90 @@
+//! Keys of the configuration whose effect shows only in a connector that runs.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs)]
+
+mod common;
+
+use std::net::{Ipv6Addr, TcpListener};
+use std::time::{Duration, Instant};
+
+use common::{Pair, build, config, edge, soon};
+use posthorse_core::ErrorKind;
+use posthorse_engine::{EngineConfig, TransferEngine};
+use posthorse_omni::config::{Protocol, Role};
+use posthorse_omni::{Connector, ConnectorConfig, GetOptions, PutOptions, Source};
+use posthorse_testkit::skip;
+
+#[test]
+fn get_wait_ms_ends_a_get_without_a_deadline() {
+    let pair = Pair::with(|config| config.get_wait_ms = 80);
+    let begin = Instant::now();
+    let error = pair.receiver.get(&edge(), "never", GetOptions::default()).unwrap_err();
+    assert!(matches!(error.kind(), ErrorKind::NotFound | ErrorKind::DeadlineExceeded), "{error}");
+    assert!(begin.elapsed() >= Duration::from_millis(50));
+    // A deadline of its own goes first, whatever the key says.
+    let pair = Pair::with(|config| config.get_wait_ms = 0);
+    pair.put("k", b"payload");
+    assert_eq!(pair.get("k").unwrap().bytes().unwrap(), b"payload");
+}
+
+#[test]
+fn protocol_chooses_what_carries_the_bytes() {
+    for (protocol, name) in [(Protocol::Tcp, "tcp"), (Protocol::Shm, "shm"), (Protocol::Auto, "shm")] {
+        let pair = Pair::with(|config| config.protocol = protocol);
+        pair.put("k", b"payload");
+        assert_eq!(pair.get("k").unwrap().transport(), name);
+    }
+    let error = Connector::builder()
+        .config(ConnectorConfig { protocol: Protocol::Rdma, ..config(Role::Both) })
+        .build();
+    let error = error.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
+    assert!(error.message().contains("protocol is rdma"), "{error}");
+}
+
+#[test]
+fn device_name_chooses_where_tcp_listens() {
+    let published = |device: &str| {
+        let config = ConnectorConfig { device_name: device.to_owned(), ..config(Role::Both) };
+        let connector = Connector::builder().config(config).build()?;
+        Ok::<_, posthorse_core::Error>(connector.engine().descriptor().transports["tcp"]["host"].clone())
+    };
+    assert_eq!(published("lo").unwrap(), "127.0.0.1");
+    let error = published("lo,mlx5_0").unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidConfig);
+    for part in ["device_name is \"lo,mlx5_0\"", "\"mlx5_0\"", "accepted", "lo"] {
+        assert!(error.message().contains(part), "{part} is missing in {error}");
+    }
+}
+
+#[test]
+fn host_auto_is_reached_by_ipv4_and_by_ipv6() {
+    let sender = build(ConnectorConfig { host: "auto".to_owned(), ..config(Role::Sender) });
+    let (_, port) = sender.address().unwrap();
+    let receiver = build(config(Role::Receiver));
+    let mut hosts = vec!["127.0.0.1"];
+    if TcpListener::bind((Ipv6Addr::LOCALHOST, 0)).is_ok() {
+        hosts.push("::1");
+    } else {
+        skip("ipv6", "this host has no IPv6 loopback address");
+    }
+    for host in hosts {
+        sender.put(&edge(), host, &b"payload"[..], PutOptions::default()).unwrap();
+        let options = GetOptions { source: Source::At(host, port), ..GetOptions::until(soon()) };
+        assert_eq!(receiver.get(&edge(), host, options).unwrap().bytes().unwrap(), b"payload", "{host}");
+    }
+    // The port is taken whole: nobody else gets half of it.
+    let again = ConnectorConfig { host: "auto".to_owned(), zmq_port: port, ..config(Role::Sender) };
+    let error = Connector::builder().config(again).build().unwrap_err();
+    assert!(error.message().contains(&format!(":{port}")), "{error}");
+}
+
+#[test]
+fn what_an_engine_that_is_handed_over_decides_is_refused() {
+    let engine = EngineConfig { advertise: "127.0.0.1".to_owned(), ..EngineConfig::default() };
+    let engine = TransferEngine::builder().config(engine).build().unwrap();
+    let with = |config| Connector::builder().engine(engine.clone()).config(config).build();
+    with(config(Role::Receiver)).unwrap();
+    let error = with(ConnectorConfig { protocol: Protocol::Tcp, ..config(Role::Receiver) }).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidConfig);
+    assert!(error.message().contains("protocol is tcp"), "{error}");
+}
