@@ -145,7 +145,7 @@ fn shake_hands(
     inbox: &Arc<Inbox>,
 ) -> Result<Meeting> {
     let listener = HandshakeListener::bind(config.handshake.clone())?;
-    let (host, port) = (config.advertised_host(), listener.port());
+    let (host, port) = (config.advertised_host()?, listener.port());
     let name = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
     let identity = Identity { name: name.clone(), incarnation, hello: hello.clone() };
     let events = Arc::new(ForeignInbox(Arc::clone(inbox)));

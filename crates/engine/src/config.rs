@@ -1,10 +1,10 @@
 //! How an engine is set up.
 
-use std::net::{IpAddr, Ipv4Addr, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::time::Duration;
 
 use posthorse_core::{Error, ErrorKind, Result};
-use posthorse_segment::HandshakeConfig;
+use posthorse_segment::{HandshakeConfig, advertise};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -212,14 +212,15 @@ impl EngineConfig {
         })
     }
 
-    /// The host in this engine's name: as configured, else a bound address that is specific, else where packets to
-    /// the world leave from, else loopback.
-    pub(crate) fn advertised_host(&self) -> String {
+    /// The host in this engine's name: as configured, else an address at which the handshake can be reached.
+    pub(crate) fn advertised_host(&self) -> Result<String> {
         if !self.advertise.is_empty() {
-            return self.advertise.clone();
+            return Ok(self.advertise.clone());
         }
-        let specific = self.handshake.bind.iter().find(|address| !address.is_unspecified()).copied();
-        specific.or_else(default_source).unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST)).to_string()
+        let everywhere = [IpAddr::from(Ipv6Addr::UNSPECIFIED)];
+        let bound = if self.handshake.bind.is_empty() { &everywhere[..] } else { &self.handshake.bind };
+        let chosen = advertise::choose(bound, &[], &advertise::interfaces()?);
+        Ok(chosen.unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST)).to_string())
     }
 
     pub(crate) const fn connect_timeout(&self) -> Duration {
@@ -241,14 +242,6 @@ impl EngineConfig {
     pub(crate) const fn fence_timeout(&self) -> Duration {
         Duration::from_millis(self.fence_timeout_ms)
     }
-}
-
-/// The address that packets to the world leave from. Nothing is sent: connecting a datagram socket only consults the
-/// routing table. The destination is of a documentation range (RFC 5737).
-fn default_source() -> Option<IpAddr> {
-    let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).ok()?;
-    socket.connect((Ipv4Addr::new(198, 51, 100, 1), 9)).ok()?;
-    socket.local_addr().ok().map(|address| address.ip())
 }
 
 #[cfg(test)]
@@ -284,6 +277,23 @@ mod tests {
         let error = without.interfaces(names).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Unsupported);
         assert!(error.message().contains("\"lo\""), "{error}");
+    }
+
+    #[test]
+    fn the_advertised_host_is_as_configured_or_a_bound_address() {
+        let host = |advertise: &str, bind: &[&str]| {
+            let bind = bind.iter().map(|address| address.parse().unwrap()).collect();
+            let handshake = HandshakeConfig { bind, ..HandshakeConfig::default() };
+            let config = EngineConfig { advertise: advertise.to_owned(), handshake, ..Default::default() };
+            config.advertised_host().unwrap()
+        };
+        assert_eq!(host("node-3", &["127.0.0.1"]), "node-3");
+        assert_eq!(host("", &["127.0.0.1"]), "127.0.0.1");
+        assert_eq!(host("", &["0.0.0.0", "::1"]), "::1");
+        for bind in [&[][..], &["0.0.0.0"]] {
+            let known = advertise::interfaces().unwrap();
+            assert!(known.iter().any(|i| i.address.to_string() == host("", bind)), "{bind:?}");
+        }
     }
 
     #[test]

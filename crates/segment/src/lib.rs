@@ -1,13 +1,16 @@
 #![doc = include_str!("../README.md")]
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod address;
+pub mod advertise;
 mod cache;
 pub mod descriptor;
 mod directory;
 pub mod frame;
 mod grants;
 pub mod handshake;
+#[expect(unsafe_code, reason = "getifaddrs(3) is a list of pointers")]
+mod interfaces;
 mod registry;
 mod timestamp;
 

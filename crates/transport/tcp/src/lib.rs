@@ -6,7 +6,6 @@ mod config;
 mod greeting;
 mod hello;
 mod intake;
-mod interfaces;
 mod lane;
 mod lane_io;
 mod lane_state;

@@ -6,9 +6,11 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 /// An address of an interface that is up.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Interface {
-    pub(crate) name: String,
-    pub(crate) address: IpAddr,
+pub struct Interface {
+    /// Its name, such as `eth0`.
+    pub name: String,
+    /// One of its addresses.
+    pub address: IpAddr,
 }
 
 /// Every address of every interface that is up.
