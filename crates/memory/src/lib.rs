@@ -2,6 +2,7 @@
 
 mod copy;
 mod foreign;
+mod fork;
 mod host;
 mod limits;
 mod mapped;
@@ -14,6 +15,7 @@ mod populate;
 
 pub use copy::{CopyPiece, CopyPool, CopyTuning, copy, copy_part_of, copy_pieces};
 pub use foreign::{ForeignMemory, HeapMemory};
+pub use fork::ForkGuard;
 pub use host::HostMemory;
 pub use limits::{available_memory, huge_page_size, hugetlb_page_size, memlock_limit, page_size};
 pub use mapped::MappedFile;

@@ -2,11 +2,8 @@
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
-use std::ptr::{NonNull, null_mut};
-use std::sync::atomic::{AtomicU32, Ordering};
 
 use posthorse_core::{Error, ErrorKind, HostView, Result};
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 /// Who is at the other end of a Unix socket, as the kernel says.
@@ -136,67 +133,6 @@ pub(crate) unsafe fn same_bytes(ours: HostView, theirs: HostView) -> bool {
     unsafe { libc::memcmp(ours.as_ptr().cast(), theirs.as_ptr().cast(), ours.len()) == 0 }
 }
 
-/// Tells whether this is still the process that made it: a page that the kernel clears in a forked child.
-#[derive(Debug)]
-pub(crate) struct ForkGuard {
-    word: NonNull<AtomicU32>,
-}
-
-const GUARD_BYTES: usize = 4096;
-
-// SAFETY: an atomic word in a mapping of our own.
-unsafe impl Send for ForkGuard {}
-// SAFETY: as above.
-unsafe impl Sync for ForkGuard {}
-
-impl ForkGuard {
-    pub(crate) fn new() -> Result<Self> {
-        let refused =
-            |error: rustix::io::Errno| Error::os("mapping a page that is cleared on fork", &error.into());
-        // SAFETY: the kernel chooses where; nothing existing is replaced.
-        let base = unsafe {
-            mmap_anonymous(null_mut(), GUARD_BYTES, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
-        }
-        .map_err(refused)?;
-        let word = NonNull::new(base.cast::<AtomicU32>())
-            .ok_or_else(|| Error::new(ErrorKind::Internal, "the kernel mapped memory at address zero"))?;
-        let guard = Self { word };
-        // SAFETY: the page was mapped above; the advice changes nothing in this process.
-        unsafe { madvise(base, GUARD_BYTES, Advice::LinuxWipeOnFork) }.map_err(refused)?;
-        guard.word().store(1, Ordering::Relaxed);
-        Ok(guard)
-    }
-
-    const fn word(&self) -> &AtomicU32 {
-        // SAFETY: mapped, zero at first, and unmapped only on drop.
-        unsafe { self.word.as_ref() }
-    }
-
-    /// Whether this process is a forked child of the one that made the guard.
-    pub(crate) fn is_forked(&self) -> bool {
-        self.word().load(Ordering::Relaxed) == 0
-    }
-
-    /// # Errors
-    /// `Forked` in a forked child.
-    pub(crate) fn check(&self) -> Result<()> {
-        if self.is_forked() {
-            return Err(Error::new(
-                ErrorKind::Forked,
-                "this transport belongs to the process that forked this one",
-            ));
-        }
-        Ok(())
-    }
-}
-
-impl Drop for ForkGuard {
-    fn drop(&mut self) {
-        // SAFETY: mapped in `new`, in this process or inherited from it, and borrowed by nobody any more.
-        let _ = unsafe { munmap(self.word.as_ptr().cast(), GUARD_BYTES) };
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
@@ -230,11 +166,5 @@ mod tests {
         // SAFETY: as above.
         let error = unsafe { process_vm(pid, view, remote, Direction::FromPeer) }.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::PeerGone);
-    }
-
-    #[test]
-    fn the_guard_is_clear_in_the_process_that_made_it() {
-        let guard = ForkGuard::new().unwrap();
-        guard.check().unwrap();
     }
 }

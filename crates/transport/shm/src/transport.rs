@@ -10,6 +10,7 @@ use posthorse_core::{
     Capabilities, Deadline, Error, ErrorKind, Grant, GrantDesc, GrantToken, HostView, Level, Path, PathId,
     PathState, Region, RegionId, RegisteredRegion, Result, SegmentDesc, Slice, Transport, TransportContext,
 };
+use posthorse_memory::ForkGuard;
 use rustix::process::Pid;
 use serde_json::{Value, json};
 
@@ -25,7 +26,7 @@ use crate::rendezvous::socket::{Listener, Packet, PacketBuffer, check_user, conn
 use crate::rendezvous::wire::{ClientHello, Request, ToClient, Welcome};
 use crate::rendezvous::{Published, check_host_ids};
 use crate::slots::Slots;
-use crate::sys::{Credentials, Direction, ForkGuard, peer_credentials, peer_pidfd, process_vm};
+use crate::sys::{Credentials, Direction, peer_credentials, peer_pidfd, process_vm};
 use crate::table::{PeerHash, PeerTable};
 
 const NAME: &str = "shm";
