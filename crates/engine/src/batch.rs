@@ -204,7 +204,7 @@ impl Batch {
     /// The first failure of a task; `DeadlineExceeded` when `deadline` comes first: then the transfers go on, and
     /// can be waited for again or cancelled.
     pub fn wait(&self, deadline: Deadline) -> Result<()> {
-        self.engine.birth.check()?;
+        self.engine.fork.check()?;
         if !self.wait_until(deadline, || self.core.is_ended()) {
             return Err(Deadline::exceeded("a batch of transfers, which goes on"));
         }
@@ -216,7 +216,7 @@ impl Batch {
     /// # Errors
     /// As [`Batch::wait`], for the tasks of the group.
     pub fn wait_group(&self, group: u32, deadline: Deadline) -> Result<()> {
-        self.engine.birth.check()?;
+        self.engine.fork.check()?;
         let tasks_left: Vec<_> =
             self.submitted.iter().filter_map(|(_, submission)| submission.group_left(group)).collect();
         let ended = || tasks_left.iter().all(|left| left.load(Ordering::Acquire) == 0);

@@ -5,14 +5,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 
 use parking_lot::Mutex;
 use posthorse_core::{ControlChannel, Error, ErrorKind, Features, Hello, Incarnation, Result, Transport};
-use posthorse_memory::CopyPool;
+use posthorse_memory::{CopyPool, ForkGuard};
 use posthorse_segment::{Directory, HandshakeListener, Identity, P2pDirectory, Registry};
 use tokio::runtime::Handle;
 
 use crate::config::EngineConfig;
+use crate::ending::Ending;
 use crate::engine::{Inner, Owner, TransferEngine};
 use crate::environment::{CONNECTOR_PREFIX, Environment, PREFIX};
-use crate::fork::Birth;
 use crate::inbox::{ForeignInbox, Inbox};
 use crate::local::LocalTransport;
 use crate::regions::Regions;
@@ -86,7 +86,7 @@ impl EngineBuilder {
             }
         }
         self.config.validate()?;
-        let birth = Birth::now();
+        let fork = ForkGuard::new()?;
         let incarnation = Incarnation(random()?);
         let runtime = ControlRuntime::start()?;
         let handle = runtime.handle().ok_or_else(|| Error::new(ErrorKind::Internal, "no control runtime"))?;
@@ -102,7 +102,7 @@ impl EngineBuilder {
             name: name.into(),
             incarnation,
             hello,
-            birth,
+            fork,
             closed: AtomicBool::new(false),
             registry: Arc::new(Registry::new()),
             regions: Regions::default(),
@@ -122,7 +122,8 @@ impl EngineBuilder {
             ticker: Arc::new(Ticker::default()),
             config: self.config,
         });
-        let owner = Owner { inner: Arc::clone(&inner), runtime, ticker: Mutex::default() };
+        let owner =
+            Owner { inner: Arc::clone(&inner), runtime, ticker: Mutex::default(), ending: Ending::default() };
         // From here on a failure shuts down what was started: the owner is dropped.
         let engine = TransferEngine { owner: Arc::new(owner) };
         *engine.owner.ticker.lock() = Some(ticker::start(&inner)?);

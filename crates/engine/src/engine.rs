@@ -9,14 +9,15 @@ use posthorse_core::{
     Access, Capabilities, ControlChannel, Deadline, Error, ErrorKind, GrantDesc, Hello, Incarnation, Region,
     Result, SegmentDesc, SegmentId, Transport, TransportContext, TransportId,
 };
+use posthorse_memory::ForkGuard;
 use posthorse_segment::{Directory, Registry};
 
 use crate::batch::{Batch, BatchCore, SubmitOptions};
 use crate::builder::EngineBuilder;
 use crate::config::EngineConfig;
+use crate::ending::{AtWork, Ending};
 use crate::events::Sink;
 use crate::explain::{Explanation, PathReport, TransportReport};
-use crate::fork::Birth;
 use crate::inbox::{Inbox, Notification};
 use crate::lease::LeasedMemory;
 use crate::memory::{RegisteredMemory, Withheld};
@@ -39,7 +40,7 @@ pub(crate) struct Inner {
     pub(crate) incarnation: Incarnation,
     pub(crate) config: EngineConfig,
     pub(crate) hello: Hello,
-    pub(crate) birth: Birth,
+    pub(crate) fork: ForkGuard,
     pub(crate) closed: AtomicBool,
     pub(crate) registry: Arc<Registry>,
     pub(crate) regions: Regions,
@@ -77,6 +78,7 @@ pub(crate) struct Owner {
     pub(crate) inner: Arc<Inner>,
     pub(crate) runtime: ControlRuntime,
     pub(crate) ticker: Mutex<Option<std::thread::JoinHandle<()>>>,
+    pub(crate) ending: Ending,
 }
 
 impl TransferEngine {
@@ -320,7 +322,8 @@ impl TransferEngine {
     }
 
     /// Ends everything: transfers are called off and fenced, transports stopped, the name withdrawn. Idempotent; never
-    /// hangs. Every call after it answers `Closed`.
+    /// hangs. When it returns, the engine is down, whichever call brought that about; only one from within the engine's
+    /// own work, such as the waker of a batch, may return before. Every call after it answers `Closed`.
     pub fn shutdown(&self) {
         self.owner.shutdown();
     }
@@ -329,7 +332,7 @@ impl TransferEngine {
 impl Drop for Owner {
     fn drop(&mut self) {
         self.shutdown();
-        if self.inner.birth.check().is_err() {
+        if self.inner.fork.is_forked() {
             // The threads of the runtime and the transports are the parent's: here, nobody can wait for them.
             self.runtime.forget();
             std::mem::forget(Arc::clone(&self.inner));
@@ -345,7 +348,7 @@ impl Inner {
     /// # Errors
     /// `Closed` after a shutdown, `Forked` in a child process.
     pub(crate) fn check_open(&self) -> Result<()> {
-        self.birth.check()?;
+        self.fork.check()?;
         if self.is_closed() {
             return Err(Error::new(ErrorKind::Closed, "the engine was shut down"));
         }
@@ -365,7 +368,10 @@ impl Inner {
         if self.is_closed() {
             work();
         } else {
-            self.runtime.spawn_blocking(work);
+            self.runtime.spawn_blocking(|| {
+                let _at_work = AtWork::begin();
+                work();
+            });
         }
     }
 
@@ -533,7 +539,7 @@ impl Inner {
         doom: Doom,
     ) {
         // In a forked child the locks may be held for ever, by threads that are not there.
-        if self.birth.check().is_err() {
+        if self.fork.is_forked() {
             return;
         }
         let live: Vec<_> = submissions.into_iter().filter(|submission| !submission.is_ended()).collect();
@@ -601,9 +607,11 @@ impl Inner {
 impl Owner {
     fn shutdown(&self) {
         let inner = &self.inner;
-        if inner.birth.check().is_err() || inner.closed.swap(true, Ordering::AcqRel) {
+        if inner.fork.is_forked() {
             return;
         }
+        let Some(_duty) = self.ending.begin() else { return };
+        inner.closed.store(true, Ordering::Release);
         // From here on nothing new begins. What there is, is called off, and the transports end it.
         inner.doom(&inner.table.live(), Doom::Closed);
         for slot in inner.transports.installed() {

@@ -6,6 +6,7 @@ use posthorse_core::{
     Completion, Error, Level, Opcode, PathId, PathState, Result, SliceError, TransportEvents, TransportId,
 };
 
+use crate::ending::AtWork;
 use crate::engine::Inner;
 use crate::path::{PathEntry, Run};
 use crate::retry::{self, Failed, Verdict};
@@ -18,9 +19,16 @@ pub(crate) struct Sink {
     pub(crate) transport: TransportId,
 }
 
+impl Sink {
+    /// The engine, for as long as it is told something.
+    fn engine(&self) -> Option<(Arc<Inner>, AtWork)> {
+        self.engine.upgrade().map(|engine| (engine, AtWork::begin()))
+    }
+}
+
 impl TransportEvents for Sink {
     fn completed(&self, completions: &[Completion]) {
-        let Some(engine) = self.engine.upgrade() else { return };
+        let Some((engine, _at_work)) = self.engine() else { return };
         // Neighbours mostly belong together.
         let mut current: Option<Arc<Submission>> = None;
         let mut along: Option<Arc<PathEntry>> = None;
@@ -39,14 +47,14 @@ impl TransportEvents for Sink {
     }
 
     fn writable(&self, path: PathId) {
-        let Some(engine) = self.engine.upgrade() else { return };
+        let Some((engine, _at_work)) = self.engine() else { return };
         if let Some(path) = engine.paths.find(self.transport, path) {
             engine.pump(&path);
         }
     }
 
     fn path_changed(&self, path: PathId, state: &PathState) {
-        let Some(engine) = self.engine.upgrade() else { return };
+        let Some((engine, _at_work)) = self.engine() else { return };
         let Some(path) = engine.paths.find(self.transport, path) else { return };
         match state {
             PathState::Down(reason) => engine.path_down(&path, reason),
@@ -58,7 +66,7 @@ impl TransportEvents for Sink {
     }
 
     fn notified(&self, peer: &str, data: &[u8]) -> Result<()> {
-        let Some(engine) = self.engine.upgrade() else {
+        let Some((engine, _at_work)) = self.engine() else {
             return Err(Error::new(posthorse_core::ErrorKind::Closed, "the engine was shut down"));
         };
         engine.inbox.deliver(peer, data)

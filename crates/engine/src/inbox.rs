@@ -8,6 +8,7 @@ use parking_lot::Mutex;
 use posthorse_core::{Deadline, Error, ErrorKind, Result};
 use posthorse_segment::HandshakeEvents;
 
+use crate::ending::AtWork;
 use crate::signal::Signal;
 
 /// A message of a peer.
@@ -25,6 +26,7 @@ pub(crate) struct ForeignInbox(pub(crate) Arc<Inbox>);
 
 impl HandshakeEvents for ForeignInbox {
     fn notified(&self, peer: &str, message: &str) -> Result<()> {
+        let _at_work = AtWork::begin();
         self.0.deliver(peer, message.as_bytes())
     }
 }

@@ -12,6 +12,8 @@ mod connect;
 #[cfg(not(loom))]
 mod dispatch;
 #[cfg(not(loom))]
+mod ending;
+#[cfg(not(loom))]
 mod engine;
 #[cfg(not(loom))]
 pub mod environment;
@@ -19,8 +21,6 @@ pub mod environment;
 mod events;
 #[cfg(not(loom))]
 mod explain;
-#[cfg(not(loom))]
-mod fork;
 #[cfg(not(loom))]
 mod inbox;
 #[cfg(not(loom))]

@@ -79,7 +79,7 @@ impl RegisteredMemory {
     /// dropped.
     pub fn unregister(mut self, deadline: Deadline) -> Result<()> {
         self.given_up = true;
-        self.engine.birth.check()?;
+        self.engine.fork.check()?;
         self.engine.unregister(self.region.id, deadline).inspect_err(|_| {
             self.engine.withhold(Withheld::Region(self.region.id));
         })
@@ -115,7 +115,7 @@ impl Grant {
     /// be used for anything else; ask again, or drop the grant to have that done.
     pub fn revoke(&mut self, deadline: Deadline) -> Result<()> {
         if !self.revoked {
-            self.engine.birth.check()?;
+            self.engine.fork.check()?;
             self.engine.revoke(self.desc.token, deadline)?;
             self.revoked = true;
         }
@@ -247,7 +247,7 @@ impl Inner {
     /// Ends in the background what cannot be waited for here.
     pub(crate) fn withhold(self: &Arc<Self>, what: Withheld) {
         // In a forked child the locks may be held for ever, by threads that are not there.
-        if self.birth.check().is_err() || self.try_end(what) {
+        if self.fork.is_forked() || self.try_end(what) {
             return;
         }
         self.withheld.lock().push(what);

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 use posthorse_core::{Error, ErrorKind, Result};
 
+use crate::ending::AtWork;
 use crate::engine::Inner;
 use crate::submission::Doom;
 
@@ -85,6 +86,7 @@ pub(crate) fn start(engine: &Arc<Inner>) -> Result<thread::JoinHandle<()>> {
 }
 
 fn run(ticker: &Ticker, engine: &Weak<Inner>) {
+    let _at_work = AtWork::begin();
     let mut doomed_since = HashMap::new();
     let mut idle_ticks = 0;
     while ticker.next(idle_ticks > LINGER) {

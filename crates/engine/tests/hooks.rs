@@ -5,8 +5,9 @@
 mod support;
 
 use std::collections::HashSet;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier, Mutex, mpsc};
+use std::task::{Context, Wake};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -242,6 +243,59 @@ fn a_shutdown_ends_whoever_waits_for_a_connection() {
         assert_eq!(open.join().unwrap().unwrap_err().kind(), ErrorKind::Closed);
         go.send(()).unwrap();
     });
+}
+
+#[test]
+fn a_second_shutdown_returns_when_the_engine_is_down() {
+    let (there, go, wait) = waiting();
+    let world = World::default();
+    let mut hooked = Hooked::new(world.hub.transport(), "memory");
+    hooked.stop = Some(Box::new(wait));
+    let a = world.engine_by("a", Arc::new(hooked), EngineConfig::default());
+    let is_down = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            a.shutdown();
+            assert!(is_down.load(Ordering::SeqCst));
+        });
+        there.recv().unwrap();
+        let (done, is_done) = mpsc::channel();
+        let a = &a;
+        scope.spawn(move || {
+            a.shutdown();
+            done.send(()).unwrap();
+        });
+        // What is waited for is that nothing happens.
+        let early = is_done.recv_timeout(Duration::from_millis(50));
+        assert_eq!(early, Err(mpsc::RecvTimeoutError::Timeout), "the engine is not down yet");
+        is_down.store(true, Ordering::SeqCst);
+        go.send(()).unwrap();
+        is_done.recv_timeout(Duration::from_secs(20)).unwrap();
+        assert!(world.directory.lookup("a", soon()).is_err(), "the name is withdrawn");
+    });
+}
+
+/// Shuts an engine down when it is woken.
+struct ShutDown(TransferEngine, AtomicUsize);
+
+impl Wake for ShutDown {
+    fn wake(self: Arc<Self>) {
+        self.0.shutdown();
+        self.1.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+#[test]
+fn a_waker_may_shut_the_engine_down_while_that_is_shut_down() {
+    let (pair, _) = pair(|hooked| hooked.submit = Some(Box::new(|_, _, _| Some(Ok(0)))));
+    let mut batch = pair.a.batch();
+    batch.submit(&[pair.write(0, 64)], SubmitOptions::default()).unwrap();
+    let waker = Arc::new(ShutDown(pair.a.clone(), AtomicUsize::new(0)));
+    let mut done = std::pin::pin!(batch.done());
+    let pending = done.as_mut().poll(&mut Context::from_waker(&Arc::clone(&waker).into()));
+    assert!(pending.is_pending());
+    pair.a.shutdown();
+    assert_eq!(waker.1.load(Ordering::SeqCst), 1, "it was woken, and did not wait for itself");
 }
 
 #[test]

@@ -22,6 +22,8 @@ pub struct Hooked {
     pub connect: Option<Hook<Vec<Path>>>,
     pub submit: Option<Hook<usize>>,
     pub notify: Option<Hook<()>>,
+    /// Called before the transport stops.
+    pub stop: Option<Box<dyn Fn() + Send + Sync>>,
     connects: AtomicUsize,
     submits: AtomicUsize,
     notifies: AtomicUsize,
@@ -39,6 +41,7 @@ impl Hooked {
             connect: None,
             submit: None,
             notify: None,
+            stop: None,
             connects: AtomicUsize::new(0),
             submits: AtomicUsize::new(0),
             notifies: AtomicUsize::new(0),
@@ -75,6 +78,7 @@ impl Transport for Hooked {
     }
 
     fn stop(&self) {
+        self.stop.iter().for_each(|hook| hook());
         self.inner.stop();
     }
 
