@@ -1,37 +1,17 @@
 //! The control plane against libzmq, through pyzmq, in both directions.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod interop;
+
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-use posthorse_core::{Error, ErrorKind};
-use posthorse_omni::control::{ControlLimits, ControlPlane, Peer, Responder, Service};
-use posthorse_omni::message::{PullReply, Query, QueryReply, Reply, Request};
-
-const SOON: Duration = Duration::from_secs(20);
-
-struct Producer;
-
-impl Service for Producer {
-    fn handle(&self, _: &Peer, request: Request, responder: Responder) {
-        match request {
-            Request::Query(query) if query.request_id == "k@0_1" => responder.reply(&Reply::Offer {
-                request_id: query.request_id,
-                data_size: 1 << 20,
-                is_fast_path: true,
-                offered: None,
-            }),
-            Request::Query(_) => {
-                let error = Error::new(ErrorKind::NotFound, "nothing there");
-                responder.reply(&Reply::NoOffer((&error).into()));
-            }
-            Request::Pull(_) => responder.reply(&Reply::Done { bytes: 1 << 20 }),
-            _ => responder.refuse(&Error::new(ErrorKind::Unsupported, "not here")),
-        }
-    }
-}
+use interop::{Producer, SOON, assert_offer, golden, query};
+use posthorse_core::ErrorKind;
+use posthorse_omni::control::{ControlLimits, ControlPlane};
+use posthorse_omni::message::{PullReply, Request};
 
 /// Python's interpreter, if it has pyzmq.
 fn python(script: &str, arguments: &[&str]) -> Option<Child> {
@@ -115,9 +95,8 @@ while True:
 socket.close(0)
 "##;
 
-fn golden() -> String {
-    format!("{}/testdata/messages.txt", env!("CARGO_MANIFEST_DIR"))
-}
+/// Where the recorded messages lie.
+const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/testdata/messages.txt");
 
 fn first_line(child: &mut Child) -> String {
     let mut line = String::new();
@@ -130,7 +109,7 @@ fn pyzmq_asks_posthorse() {
     let plane = ControlPlane::start(ControlLimits::default()).unwrap();
     let listener = plane.listen("127.0.0.1:0", Arc::new(Producer)).unwrap();
     let address = listener.local_address().to_string();
-    let Some(mut child) = python(CONSUMER, &[&address, &golden()]) else { return };
+    let Some(mut child) = python(CONSUMER, &[&address, GOLDEN]) else { return };
     assert_eq!(first_line(&mut child), "fine");
     assert!(child.wait().unwrap().success());
     plane.close(SOON.into()).unwrap();
@@ -138,23 +117,14 @@ fn pyzmq_asks_posthorse() {
 
 #[test]
 fn posthorse_asks_pyzmq() {
-    let Some(mut child) = python(PRODUCER, &[&golden()]) else { return };
+    let Some(mut child) = python(PRODUCER, &[GOLDEN]) else { return };
     let address = format!("127.0.0.1:{}", first_line(&mut child));
     let limits = ControlLimits { liveness: Duration::from_millis(300), ..ControlLimits::default() };
     let plane = ControlPlane::start(limits).unwrap();
     let dialer = plane.dialer();
     let ask = |bytes: Vec<u8>| dialer.request_blocking(&address, bytes, SOON.into()).unwrap();
-    let query = |key: &str| Request::Query(Query { request_id: key.to_owned(), extra: None });
-    let reply = ask(query("k@0_1").encode().unwrap());
-    assert_eq!(
-        QueryReply::decode("k@0_1", &reply).unwrap(),
-        QueryReply::Offer { data_size: 1 << 20, is_fast_path: true, offered: None }
-    );
-    let golden = std::fs::read_to_string(golden()).unwrap();
-    let pull = golden.lines().find_map(|line| line.strip_prefix("pull ")).unwrap();
-    let pull: Vec<u8> =
-        (0..pull.len()).step_by(2).map(|i| u8::from_str_radix(&pull[i..i + 2], 16).unwrap()).collect();
-    assert_eq!(PullReply::decode(&ask(pull)).unwrap(), PullReply::Done(None));
+    assert_offer(&ask(query()));
+    assert_eq!(PullReply::decode(&ask(golden("pull"))).unwrap(), PullReply::Done(None));
     let unknown = ask(Request::Ping.encode().unwrap());
     assert_eq!(PullReply::decode(&unknown).unwrap(), PullReply::Failed);
     // It stops without an answer.

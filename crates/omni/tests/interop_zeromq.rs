@@ -2,44 +2,16 @@
 //! Unlike the test against pyzmq it runs everywhere.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod interop;
+
 use std::sync::Arc;
-use std::time::Duration;
 
 use bytes::Bytes;
-use posthorse_core::{Error, ErrorKind};
-use posthorse_omni::control::{ControlLimits, ControlPlane, Peer, Responder, Service};
-use posthorse_omni::message::{PullReply, Query, QueryReply, Reply, Request};
+use interop::{Producer, SOON, assert_offer, golden, query};
+use posthorse_omni::control::{ControlLimits, ControlPlane};
+use posthorse_omni::message::{PullReply, Query, Request};
 use tokio::runtime::{Builder, Runtime};
 use zeromq::{DealerSocket, ReqSocket, RouterSocket, Socket, SocketRecv, SocketSend, ZmqMessage};
-
-const SOON: Duration = Duration::from_secs(20);
-
-struct Producer;
-
-impl Service for Producer {
-    fn handle(&self, _: &Peer, request: Request, responder: Responder) {
-        match request {
-            Request::Query(query) if query.request_id == "k@0_1" => responder.reply(&Reply::Offer {
-                request_id: query.request_id,
-                data_size: 1 << 20,
-                is_fast_path: true,
-                offered: None,
-            }),
-            Request::Query(_) => {
-                let error = Error::new(ErrorKind::NotFound, "nothing there");
-                responder.reply(&Reply::NoOffer((&error).into()));
-            }
-            Request::Pull(_) => responder.reply(&Reply::Done { bytes: 1 << 20 }),
-            _ => responder.refuse(&Error::new(ErrorKind::Unsupported, "not here")),
-        }
-    }
-}
-
-fn golden(name: &str) -> Vec<u8> {
-    let text = include_str!("../testdata/messages.txt");
-    let line = text.lines().find_map(|line| line.strip_prefix(&format!("{name} "))).unwrap();
-    (0..line.len()).step_by(2).map(|i| u8::from_str_radix(&line[i..i + 2], 16).unwrap()).collect()
-}
 
 /// What a producer answers to what, byte for byte.
 fn exchanges() -> Vec<(Vec<u8>, Vec<u8>)> {
@@ -101,12 +73,7 @@ fn posthorse_asks_a_router_socket() {
                 assert_eq!(dialer.request_blocking(&address, request, SOON.into()).unwrap(), expected);
             }
         }
-        let query = Request::Query(Query { request_id: "k@0_1".to_owned(), extra: None }).encode().unwrap();
-        let reply = dialer.request_blocking(&address, query, SOON.into()).unwrap();
-        assert_eq!(
-            QueryReply::decode("k@0_1", &reply).unwrap(),
-            QueryReply::Offer { data_size: 1 << 20, is_fast_path: true, offered: None }
-        );
+        assert_offer(&dialer.request_blocking(&address, query(), SOON.into()).unwrap());
         // What only Posthorse knows is answered as the reference answers what it does not understand.
         let ping = dialer.request_blocking(&address, Request::Ping.encode().unwrap(), SOON.into()).unwrap();
         assert_eq!(PullReply::decode(&ping).unwrap(), PullReply::Failed);

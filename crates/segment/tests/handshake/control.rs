@@ -31,6 +31,17 @@ fn gated(gate: Receiver<()>) -> RequestHandler {
     })
 }
 
+/// As [`gated`], and says when a request has come.
+fn gated_and_heard(gate: Receiver<()>) -> (RequestHandler, Receiver<()>) {
+    let (began, begun) = channel();
+    let gated = gated(gate);
+    let handler = move |peer: &str, body: &[u8]| {
+        began.send(()).unwrap();
+        gated(peer, body)
+    };
+    (Arc::new(handler), begun)
+}
+
 #[test]
 fn requests_from_many_threads_are_answered() {
     let (a, b) = (start(), start());
@@ -94,15 +105,8 @@ fn more_requests_than_a_peer_is_worth_are_refused() {
     let b = start();
     let (ours, theirs) = (a.control(), b.control());
     let (open, gate) = channel();
-    let (began, begun) = channel();
-    let slow = gated(gate);
-    theirs.on_request(
-        "slow",
-        Arc::new(move |peer, body| {
-            began.send(()).unwrap();
-            slow(peer, body)
-        }),
-    );
+    let (slow, begun) = gated_and_heard(gate);
+    theirs.on_request("slow", slow);
     thread::scope(|scope| {
         let first = scope.spawn(|| ours.request(b.name(), "slow", b"x", soon()));
         begun.recv().unwrap();
@@ -251,15 +255,8 @@ fn stopping_ends_the_connections_that_peers_hold() {
     let (a, b) = (start(), start());
     let (ours, theirs) = (a.control(), b.control());
     let (open, gate) = channel();
-    let (began, begun) = channel();
-    let slow = gated(gate);
-    theirs.on_request(
-        "slow",
-        Arc::new(move |peer, body| {
-            began.send(()).unwrap();
-            slow(peer, body)
-        }),
-    );
+    let (slow, begun) = gated_and_heard(gate);
+    theirs.on_request("slow", slow);
     thread::scope(|scope| {
         let waiting = scope.spawn(|| ours.request(b.name(), "slow", b"", soon()));
         begun.recv().unwrap();
