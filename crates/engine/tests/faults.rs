@@ -5,7 +5,7 @@
 mod support;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -151,6 +151,7 @@ fn a_shutdown_amid_faults_and_submissions_ends_everything() {
         let faulty = FaultTransport::new(world.hub.transport_with_queue(8), Plan::random(seed, RATES, 4000));
         let pair = Pair::over(world, Arc::clone(&faulty) as _, AREA, config());
         let options = SubmitOptions { deadline: Deadline::NEVER, checksum: Checksum::Off };
+        let submissions = AtomicU64::new(0);
         thread::scope(|scope| {
             for _ in 0..3 {
                 scope.spawn(|| {
@@ -163,6 +164,7 @@ fn a_shutdown_amid_faults_and_submissions_ends_everything() {
                             assert!(error.kind() == posthorse_core::ErrorKind::Closed, "{error}");
                             return;
                         }
+                        submissions.fetch_add(1, Ordering::Relaxed);
                         if pair.a.in_flight() > 20 {
                             let _ = batch.wait(Deadline::after(Duration::from_millis(1)));
                         }
@@ -172,9 +174,9 @@ fn a_shutdown_amid_faults_and_submissions_ends_everything() {
                 });
             }
             scope.spawn(|| {
-                for _ in 0..20 + seed {
+                while submissions.load(Ordering::Relaxed) < 20 + seed {
                     faulty.step();
-                    thread::sleep(Duration::from_micros(200));
+                    thread::yield_now();
                 }
                 pair.a.shutdown();
             });
@@ -193,7 +195,7 @@ fn threads_that_open_close_install_uninstall_and_submit_do_not_disturb_each_othe
     let stop = AtomicBool::new(false);
     let running = || !stop.load(Ordering::Relaxed);
     thread::scope(|scope| {
-        for offset in [0, 4096] {
+        let openers = [0, 4096].map(|offset| {
             let pair = &pair;
             scope.spawn(move || {
                 for _ in 0..300 {
@@ -206,8 +208,8 @@ fn threads_that_open_close_install_uninstall_and_submit_do_not_disturb_each_othe
                         assert!(batch.is_done());
                     }
                 }
-            });
-        }
+            })
+        });
         scope.spawn(|| {
             while running() {
                 if let Ok(to_b) = pair.a.open("b", soon()) {
@@ -234,10 +236,10 @@ fn threads_that_open_close_install_uninstall_and_submit_do_not_disturb_each_othe
                 drop(grant);
             }
         });
-        scope.spawn(|| {
-            thread::sleep(Duration::from_millis(500));
-            stop.store(true, Ordering::Relaxed);
-        });
+        // Whatever became of them, the others end.
+        let outcomes = openers.map(thread::ScopedJoinHandle::join);
+        stop.store(true, Ordering::Relaxed);
+        assert!(outcomes.iter().all(Result::is_ok), "a thread that opened the segment panicked");
     });
     assert_eq!(pair.a.in_flight(), 0);
     small.unregister(soon()).unwrap();

@@ -16,8 +16,8 @@ use posthorse_core::{
 };
 use posthorse_engine::{EngineConfig, SubmitOptions, TransferEngine};
 use posthorse_segment::Directory;
-use posthorse_testkit::MemoryHub;
 use posthorse_testkit::memory::HeapRegion;
+use posthorse_testkit::{MemoryHub, assert_in_forked_child};
 use support::hooked::Hooked;
 use support::{Pair, World, soon};
 
@@ -52,7 +52,8 @@ fn with_better(hook: impl FnOnce(&mut Hooked)) -> (Pair, Arc<Hooked>) {
     let world = World::default();
     let hub = MemoryHub::new();
     let order = vec!["better".to_owned(), "memory".to_owned()];
-    let config = EngineConfig { transport_order: order, retry_after_ms: 1, ..EngineConfig::default() };
+    // What failed is tried again whenever it is asked for.
+    let config = EngineConfig { transport_order: order, retry_after_ms: 0, ..EngineConfig::default() };
     let mut hooked = Hooked::new(hub.transport(), "better");
     hook(&mut hooked);
     let hooked = Arc::new(hooked);
@@ -188,7 +189,6 @@ fn a_segment_that_is_closed_while_it_is_connected_leaves_no_path_behind() {
         }));
     });
     let better = pair.a.transport_id("better").unwrap();
-    thread::sleep(Duration::from_millis(2)); // `retry_after` is one.
     let mut batch = pair.a.batch();
     let request = TransferRequest { route: Route::Require(better), ..pair.write(0, 4096) };
     batch.submit(&[request], options()).unwrap();
@@ -213,7 +213,6 @@ fn a_better_transport_that_hangs_does_not_hold_up_what_another_carries() {
             _ => None,
         }));
     });
-    thread::sleep(Duration::from_millis(2)); // `retry_after` is one.
     write(&pair, Route::Auto).unwrap();
     there.recv().unwrap();
     write(&pair, Route::Auto).unwrap();
@@ -377,34 +376,22 @@ fn an_engine_can_be_built_shut_down_and_dropped_by_a_task() {
 #[test]
 fn a_forked_child_gets_errors_and_ends() {
     let pair = Pair::new(4096);
-    let (mut done, mut open) = (pair.a.batch(), pair.a.batch());
+    let (mut done, open) = (pair.a.batch(), pair.a.batch());
     done.submit(&[pair.write(0, 64)], options()).unwrap();
     done.wait(soon()).unwrap();
-    // SAFETY: the child calls nothing that needs the parent's threads, which is what is tested, and leaves by _exit.
-    match unsafe { libc::fork() } {
-        -1 => panic!("fork failed"),
-        0 => {
-            let forked = |outcome: Result<()>| outcome.is_err_and(|error| error.kind() == ErrorKind::Forked);
-            let mut well = forked(open.submit(&[pair.write(0, 64)], options()).map(drop));
-            well &= forked(open.wait(Deadline::NEVER)) && forked(pair.a.local().map(drop));
-            drop((done, open));
-            drop(pair);
-            // SAFETY: ends the child at once.
-            unsafe { libc::_exit(i32::from(!well)) }
-        }
-        child => {
-            let mut status = 0;
-            let late = Instant::now() + Duration::from_secs(10);
-            // SAFETY: the status outlives the calls, and the child is ours.
-            while unsafe { libc::waitpid(child, &raw mut status, libc::WNOHANG) } == 0 {
-                if Instant::now() > late {
-                    // SAFETY: the child is ours, and was not waited for.
-                    unsafe { libc::kill(child, libc::SIGKILL) };
-                }
-                thread::sleep(Duration::from_millis(1));
-            }
-            assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0, "status {status:#x}");
-        }
-    }
+    // Taken by the child, which drops all of it; the parent keeps its own.
+    let mut held = Some((pair, done, open));
+    let child = || {
+        let (pair, done, mut open) = held.take().unwrap();
+        let forked = |outcome: Result<()>| outcome.is_err_and(|error| error.kind() == ErrorKind::Forked);
+        let mut well = forked(open.submit(&[pair.write(0, 64)], options()).map(drop));
+        well &= forked(open.wait(Deadline::NEVER)) && forked(pair.a.local().map(drop));
+        drop((done, open));
+        drop(pair);
+        well
+    };
+    // SAFETY: the child calls nothing that needs the parent's threads, which is what is tested.
+    unsafe { assert_in_forked_child(child) };
+    let (pair, ..) = held.unwrap();
     write(&pair, Route::Auto).unwrap();
 }

@@ -140,19 +140,22 @@ fn an_answer_can_be_given_later_from_another_thread_and_long_past_the_liveness_t
     let address = listener.local_address().to_string();
     let (tx, rx) = mpsc::channel();
     *service.seen.lock().unwrap() = Some(tx);
-    let waiting = thread::spawn({
+    let (answered, answer) = mpsc::channel();
+    thread::spawn({
         let (plane, address) = (plane.clone(), address.clone());
-        move || plane.dialer().request_blocking(&address, Request::Ping.encode().unwrap(), Deadline::NEVER)
+        let ping = Request::Ping.encode().unwrap();
+        move || answered.send(plane.dialer().request_blocking(&address, ping, Deadline::NEVER))
     });
     rx.recv_timeout(SOON).unwrap();
-    // What is waited for is that nothing happens: both sides ask each other by PING meanwhile.
-    thread::sleep(quick().liveness * 3);
-    assert!(!waiting.is_finished());
+    // An end that comes too early is what is waited for: both sides ask each other by PING meanwhile.
+    let early = answer.recv_timeout(quick().liveness * 3);
+    assert!(matches!(early, Err(mpsc::RecvTimeoutError::Timeout)), "{early:?}");
     ask(&plane, &address, "others-are-served");
     let responder = service.kept.lock().unwrap().pop().unwrap();
     assert!(!responder.is_closed());
     responder.reply(&Reply::Ok);
-    assert_eq!(Answer::decode(&waiting.join().unwrap().unwrap()).unwrap(), Answer::Ok);
+    let answer = answer.recv_timeout(SOON).unwrap().unwrap();
+    assert_eq!(Answer::decode(&answer).unwrap(), Answer::Ok);
     plane.close(SOON.into()).unwrap();
 }
 

@@ -512,32 +512,21 @@ fn a_forked_child_gets_an_error_and_the_parent_is_unharmed() {
     let bytes = [7_u8; 8];
     let write = slice(1, Opcode::Write, HostView::of(&bytes), &grant, 0);
     a.run(path, write).unwrap();
-    // SAFETY: the child calls into the transport, whose answer is an error before it takes any lock, and ends
-    // at once.
-    match unsafe { libc::fork() } {
-        0 => {
-            // SAFETY: `bytes` is alive.
-            let submit = unsafe { a.transport.submit(path, &[write]) };
-            let errors = [
-                submit.err(),
-                a.transport.notify(path, 1, b"x").err(),
-                b.transport.revoke(grant.token, Deadline::NEVER).err(),
-                a.transport.connect(&b.desc, Deadline::NEVER).err(),
-                a.transport.lease(path, &grant).err(),
-            ];
-            let forked =
-                errors.iter().all(|error| error.as_ref().is_some_and(|e| e.kind() == ErrorKind::Forked));
-            a.transport.fence(path);
-            a.transport.disconnect(path);
-            // SAFETY: ends the child without touching anything of the parent's.
-            unsafe { libc::_exit(if forked { 0 } else { 1 }) }
-        }
-        child => {
-            let mut status = 0;
-            // SAFETY: `status` outlives the call.
-            assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
-            assert_eq!(status, 0);
-        }
-    }
+    let child = || {
+        // SAFETY: `bytes` is alive.
+        let submit = unsafe { a.transport.submit(path, &[write]) };
+        let errors = [
+            submit.err(),
+            a.transport.notify(path, 1, b"x").err(),
+            b.transport.revoke(grant.token, Deadline::NEVER).err(),
+            a.transport.connect(&b.desc, Deadline::NEVER).err(),
+            a.transport.lease(path, &grant).err(),
+        ];
+        a.transport.fence(path);
+        a.transport.disconnect(path);
+        errors.iter().all(|error| error.as_ref().is_some_and(|e| e.kind() == ErrorKind::Forked))
+    };
+    // SAFETY: the transport answers with an error before it takes any lock.
+    unsafe { posthorse_testkit::assert_in_forked_child(child) };
     a.run(path, write).unwrap();
 }
