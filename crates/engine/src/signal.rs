@@ -62,6 +62,8 @@ impl Signal {
                 if now >= until || deadline.is_past(now) {
                     break;
                 }
+                // Whoever is to bring it about may need this core.
+                std::thread::yield_now();
             }
         }
         self.waiting.fetch_add(1, Ordering::SeqCst);

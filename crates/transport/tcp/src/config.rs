@@ -28,7 +28,7 @@ pub struct TcpConfig {
     pub advertise_networks: Vec<String>,
     /// Threads that move bytes. Zero: two, or one on a host with one core.
     pub threads: usize,
-    /// Lanes per path for large slices.
+    /// Lanes per path for large slices. Zero: two, or one where the two ends of a lane keep all cores busy.
     pub bulk_lanes: usize,
     /// Lanes per path for small and urgent slices and for notifications.
     pub express_lanes: usize,
@@ -66,7 +66,7 @@ impl Default for TcpConfig {
             advertise: String::new(),
             advertise_networks: Vec::new(),
             threads: 0,
-            bulk_lanes: 2,
+            bulk_lanes: 0,
             express_lanes: 1,
             small_bytes: 64 << 10,
             queue_slots: 4096,
@@ -90,7 +90,7 @@ impl TcpConfig {
     /// `InvalidConfig`, naming the key, the value and what is accepted.
     pub fn validate(&self) -> Result<()> {
         within("threads", self.threads as u64, 0, 64)?;
-        within("bulk_lanes", self.bulk_lanes as u64, 1, 16)?;
+        within("bulk_lanes", self.bulk_lanes as u64, 0, 16)?;
         within("express_lanes", self.express_lanes as u64, 1, 16)?;
         within("small_bytes", self.small_bytes, 1, 1 << 30)?;
         within("queue_slots", self.queue_slots as u64, 16, 1 << 20)?;
@@ -157,6 +157,14 @@ impl TcpConfig {
         Duration::from_millis(self.connect_timeout_ms)
     }
 
+    /// How many lanes a path has for large slices.
+    pub(crate) fn bulk_lanes(&self) -> usize {
+        match self.bulk_lanes {
+            0 => std::thread::available_parallelism().map_or(1, |cores| if cores.get() > 2 { 2 } else { 1 }),
+            lanes => lanes,
+        }
+    }
+
     pub(crate) fn thread_count(&self) -> usize {
         if self.threads > 0 {
             return self.threads;
@@ -195,7 +203,7 @@ mod tests {
     fn a_bad_value_is_refused_with_key_value_and_what_is_accepted() {
         let base = TcpConfig::default;
         for (config, key, value, accepted) in [
-            (TcpConfig { bulk_lanes: 0, ..base() }, "bulk_lanes", "0", "1 to 16"),
+            (TcpConfig { bulk_lanes: 17, ..base() }, "bulk_lanes", "17", "0 to 16"),
             (TcpConfig { liveness_ms: 1, ..base() }, "liveness_ms", "1", "60 to"),
             (TcpConfig { socket_buffer_bytes: 100, ..base() }, "socket_buffer_bytes", "100", "65536"),
             (TcpConfig { port: 65535, port_range: 1, ..base() }, "port_range", "1", "65535"),

@@ -35,7 +35,7 @@ pub(crate) mod want {
 pub(crate) enum Driver {
     /// A thread whose work this is.
     Reactor,
-    /// A thread that has other things to do: it sends once, and leaves the rest to the reactor.
+    /// A thread that has other things to do: it sends a little, and leaves the rest to the reactor.
     Caller,
 }
 

@@ -19,10 +19,15 @@ use crate::outbox::{MAX_FRAMES, Outbox};
 use crate::placement::{Place, Placed, Placement};
 use crate::wire::{self, OPENING_BYTES, RESPONSE_BYTES, Response};
 
-/// About how many bytes one call sends at most.
-const SEND_CHUNK: usize = 1 << 20;
+/// About how many bytes one call sends at most: what one end has just copied is still in the caches when the other
+/// copies it.
+const SEND_CHUNK: usize = 256 << 10;
+/// The most bytes that one call sends: the headers come along, so that no piece leaves a tail for another call.
+const SEND_MOST: usize = SEND_CHUNK + (64 << 10);
 /// How many bytes are sent or received in one go before other lanes have their turn.
 const TURN: usize = 8 << 20;
+/// How many bytes a caller of `submit` sends before it leaves the rest to the reactor.
+const CALLER_TURN: usize = 1 << 20;
 /// How many bytes are received in one call between payloads.
 const RECEIVE: usize = 256 << 10;
 
@@ -351,10 +356,10 @@ impl LaneIo {
                 self.set_interest(lane, EventFlags::IN)?;
                 return Ok(false);
             }
-            if turn >= TURN || (driver == Driver::Caller && turn > 0) {
+            if turn >= TURN || (driver == Driver::Caller && turn >= CALLER_TURN) {
                 return Ok(true);
             }
-            match self.outbox.send(socket.as_fd(), SEND_CHUNK) {
+            match self.outbox.send(socket.as_fd(), SEND_MOST) {
                 Ok((went, ended)) => {
                     turn += went;
                     self.spoke = true;

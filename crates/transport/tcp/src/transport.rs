@@ -76,7 +76,7 @@ impl TcpTransport {
         let shared = &running.as_ref().ok_or_else(not_started)?.shared;
         let config = &self.config;
         let id = PathId(self.next_path.fetch_add(1, Ordering::Relaxed));
-        let count = config.express_lanes + config.bulk_lanes;
+        let count = config.express_lanes + config.bulk_lanes();
         let core = Arc::new(PathCore::new(
             id,
             peer.name.clone(),
