@@ -11,6 +11,7 @@ use posthorse_core::{
     Capabilities, Completion, Deadline, Error, ErrorKind, FarEnd, HostView, Level, Path, PathId, PathState,
     RegionId, RegisteredRegion, Result, SegmentDesc, Slice, SliceError, Transport, TransportContext, View,
 };
+use posthorse_memory::ForkGuard;
 use posthorse_segment::TcpAttributes;
 use serde::Deserialize;
 use serde_json::Value;
@@ -40,6 +41,7 @@ pub struct TcpTransport {
     running: Mutex<Option<Running>>,
     paths: RwLock<HashMap<PathId, Arc<TcpPath>>>,
     next_path: AtomicU64,
+    fork: ForkGuard,
 }
 
 #[derive(Debug)]
@@ -52,7 +54,7 @@ impl TcpTransport {
     /// A transport with this configuration. It does nothing before it is started.
     ///
     /// # Errors
-    /// `InvalidConfig`, naming the key, the value and what is accepted.
+    /// `InvalidConfig`, naming the key, the value and what is accepted; `LimitReached` when the system gives no memory.
     pub fn new(config: TcpConfig) -> Result<Self> {
         config.validate()?;
         Ok(Self {
@@ -60,10 +62,13 @@ impl TcpTransport {
             running: Mutex::new(None),
             paths: RwLock::new(HashMap::new()),
             next_path: AtomicU64::new(1),
+            fork: ForkGuard::new()?,
         })
     }
 
+    /// A path, to the process that made it.
     fn path(&self, id: PathId) -> Result<Arc<TcpPath>> {
+        self.fork.check()?;
         self.paths.read().get(&id).cloned().ok_or_else(|| {
             Error::new(ErrorKind::NotFound, format!("transport tcp has no path {id}")).with_device(NAME)
         })
@@ -125,6 +130,7 @@ impl Transport for TcpTransport {
     }
 
     fn start(&self, context: TransportContext) -> Result<Value> {
+        self.fork.check()?;
         let mut running = self.running.lock();
         if running.is_some() {
             return Err(Error::new(ErrorKind::Busy, "transport tcp was started already"));
@@ -156,6 +162,10 @@ impl Transport for TcpTransport {
     }
 
     fn stop(&self) {
+        if self.fork.is_forked() {
+            // Sockets and threads are the parent's: whatever is done to them here would harm it.
+            return;
+        }
         let Some(running) = self.running.lock().take() else { return };
         let paths: Vec<_> = self.paths.write().drain().map(|(_, path)| path).collect();
         let error = Error::new(ErrorKind::Closed, "transport tcp was stopped");
@@ -166,10 +176,12 @@ impl Transport for TcpTransport {
     }
 
     fn register(&self, region: &RegisteredRegion) -> Result<Value> {
+        self.fork.check()?;
         host_memory(region.region.view()).map(|_| Value::Null)
     }
 
     fn unregister(&self, region: RegionId, deadline: Deadline) -> Result<()> {
+        self.fork.check()?;
         let mut pause = Duration::from_micros(10);
         loop {
             let paths: Vec<_> = self.paths.read().values().cloned().collect();
@@ -185,6 +197,7 @@ impl Transport for TcpTransport {
     }
 
     fn connect(&self, peer: &SegmentDesc, deadline: Deadline) -> Result<Vec<Path>> {
+        self.fork.check()?;
         if peer.hello.is_none() {
             let text =
                 "the peer does not speak Posthorse's data protocol, and this release no other over TCP";
@@ -218,6 +231,9 @@ impl Transport for TcpTransport {
     }
 
     fn disconnect(&self, path: PathId) {
+        if self.fork.is_forked() {
+            return;
+        }
         let Some(path) = self.paths.write().remove(&path) else { return };
         path.core.take_down(&Error::new(ErrorKind::Flushed, "the path was disconnected"), true);
     }
@@ -293,6 +309,11 @@ impl Transport for TcpTransport {
 impl Drop for TcpTransport {
     fn drop(&mut self) {
         self.stop();
+        if self.fork.is_forked() {
+            // As in `stop`; no lock is taken, as a thread that is not here may have held it.
+            std::mem::forget(self.running.get_mut().take());
+            self.paths.get_mut().drain().for_each(|(_, path)| std::mem::forget(path));
+        }
     }
 }
 

@@ -211,6 +211,37 @@ fn ipv4_ipv6_and_both_at_once_are_served() {
     reaches(&four);
 }
 
+#[test]
+fn a_forked_child_gets_an_error_and_the_parent_is_unharmed() {
+    let (here, there) = (Node::new("here:1"), Node::new("there:1"));
+    let path = here.connect(&there.desc);
+    let memory = Memory::new(4096);
+    let (region, token) = there.publish(memory, Access::ReadWrite);
+    let again = || write(memory.part(0, 64), memory.address() + 64, token);
+    here.transfer(path, again()).unwrap();
+    // Taken by the child, which drops it; the parent keeps its own.
+    let mut nodes = Some((here, there));
+    let child = || {
+        let (here, there) = nodes.take().unwrap();
+        let errors = [
+            here.submit(path, &[again()]).err(),
+            here.transport.notify(path, 1, b"x").err(),
+            here.transport.connect(&there.desc, Deadline::NEVER).err(),
+            there.transport.unregister(region, Deadline::NEVER).err(),
+        ];
+        here.transport.cancel(path, &mut |_| true);
+        here.transport.fence(path);
+        here.transport.disconnect(path);
+        here.transport.stop();
+        drop((here, there));
+        errors.iter().all(|error| error.as_ref().is_some_and(|e| e.kind() == ErrorKind::Forked))
+    };
+    // SAFETY: the transport answers with an error before it takes any lock.
+    unsafe { posthorse_testkit::assert_in_forked_child(child) };
+    let (here, _there) = nodes.unwrap();
+    here.transfer(path, again()).unwrap();
+}
+
 fn hello() -> Hello {
     Hello::new(Features::NONE, None)
 }
