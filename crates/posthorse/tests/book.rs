@@ -2,6 +2,7 @@
 #![cfg(all(feature = "shm", feature = "tcp"))]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs)]
 
+use posthorse::engine::environment::PREFIX;
 use posthorse::transport::{ShmConfig, TcpConfig};
 use posthorse::{ConnectorConfig, EngineConfig, ErrorKind};
 use serde::Serialize;
@@ -100,4 +101,22 @@ fn the_keys_of_tcp_are_those_of_the_code() {
 #[test]
 fn the_keys_of_shm_are_those_of_the_code() {
     assert_rows("tuning", "shm keys", &keys_and_defaults(&ShmConfig::default()));
+}
+
+#[test]
+fn the_variables_of_the_environment_are_those_of_the_code() {
+    let mut known = EngineConfig::variables().unwrap();
+    known.extend(ConnectorConfig::variables());
+    let mut parts: Vec<&str> =
+        known.iter().map(|name| name[PREFIX.len()..].split('_').next().unwrap()).collect();
+    parts.dedup();
+    let rows = table("tuning", "environment");
+    for row in &rows {
+        let key = row[1].to_uppercase();
+        assert!(known.contains(&row[0]) && row[0].ends_with(&format!("_{key}")), "{row:?}");
+    }
+    // The engine's parts come first in the code, the connector's stands first on the page.
+    parts.rotate_right(1);
+    let shown: Vec<&str> = rows.iter().map(|row| row[0][PREFIX.len()..].split('_').next().unwrap()).collect();
+    assert_eq!(shown, parts);
 }
