@@ -17,7 +17,7 @@ mod dialer;
 mod limits;
 mod link;
 mod listener;
-mod zmtp;
+pub(crate) mod zmtp;
 
 use std::fmt;
 use std::sync::Arc;

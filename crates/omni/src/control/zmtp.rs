@@ -13,12 +13,14 @@ const LONG: u8 = 2;
 const COMMAND: u8 = 4;
 /// The longest command: READY's few properties, PING's context of 16 bytes, with room for unknown ones.
 const MAX_COMMAND_BYTES: u64 = 1024;
+/// How much memory is taken for bytes that are announced and have not arrived: more follows as they do.
+const READ_AHEAD: usize = 64 << 10;
 /// The most frames of a message: a request has an empty one and the payload, and may have passed some hops.
 const MAX_FRAMES: usize = 16;
 
 /// What a socket says it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum SocketType {
+pub(crate) enum SocketType {
     Req,
     Router,
 }
@@ -42,7 +44,7 @@ impl SocketType {
 
 /// What arrived.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Event {
+pub(crate) enum Event {
     /// The handshake is complete.
     Ready,
     /// The last frame of a message: the payload. Those before it are routing.
@@ -62,9 +64,9 @@ enum State {
 
 /// The receiving half of a connection.
 #[derive(Debug)]
-pub(super) struct Decoder {
+pub(crate) struct Decoder {
     /// Bytes received and not yet understood.
-    pub(super) input: BytesMut,
+    pub(crate) input: BytesMut,
     own: SocketType,
     max_message: usize,
     state: State,
@@ -75,7 +77,7 @@ pub(super) struct Decoder {
 
 impl Decoder {
     /// A decoder of what a peer of an `own` socket sends, with messages of at most `max_message` bytes.
-    pub(super) fn new(own: SocketType, max_message: usize) -> Self {
+    pub(crate) fn new(own: SocketType, max_message: usize) -> Self {
         Self {
             input: BytesMut::new(),
             own,
@@ -88,12 +90,12 @@ impl Decoder {
     }
 
     /// Whether the peer knows PING, which version 3.1 brought.
-    pub(super) const fn knows_ping(&self) -> bool {
+    pub(crate) const fn knows_ping(&self) -> bool {
         self.minor >= 1
     }
 
     /// The next event, or `None` until more bytes have arrived.
-    pub(super) fn next(&mut self) -> Result<Option<Event>> {
+    pub(crate) fn next(&mut self) -> Result<Option<Event>> {
         if self.state == State::Greeting {
             if !self.greeting()? {
                 return Ok(None);
@@ -171,7 +173,7 @@ impl Decoder {
         }
         let whole = header + len as usize;
         if self.input.len() < whole {
-            self.input.reserve(whole - self.input.len());
+            self.input.reserve((whole - self.input.len()).min(READ_AHEAD));
             return Ok(None);
         }
         self.input.advance(header);
@@ -227,7 +229,7 @@ impl Decoder {
 }
 
 /// What both sides send first: signature, version 3.1, mechanism, as-server, filler.
-pub(super) fn greeting() -> [u8; GREETING_BYTES] {
+pub(crate) fn greeting() -> [u8; GREETING_BYTES] {
     let mut greeting = [0; GREETING_BYTES];
     greeting[0] = 0xff;
     greeting[8] = 1;
@@ -239,7 +241,7 @@ pub(super) fn greeting() -> [u8; GREETING_BYTES] {
 }
 
 /// The READY of a socket without an identity of its own.
-pub(super) fn ready(own: SocketType) -> Vec<u8> {
+pub(crate) fn ready(own: SocketType) -> Vec<u8> {
     let mut body = b"\x05READY".to_vec();
     for (name, value) in [("Socket-Type", own.name()), ("Identity", "")] {
         body.push(name.len() as u8);
@@ -253,7 +255,7 @@ pub(super) fn ready(own: SocketType) -> Vec<u8> {
 }
 
 /// A request or reply: the empty frame of REQ sockets, then the payload.
-pub(super) fn message(payload: &[u8]) -> Vec<u8> {
+pub(crate) fn message(payload: &[u8]) -> Vec<u8> {
     let mut out = Vec::with_capacity(payload.len() + 11);
     push_frame(&mut out, MORE, b"");
     push_frame(&mut out, 0, payload);
@@ -262,14 +264,14 @@ pub(super) fn message(payload: &[u8]) -> Vec<u8> {
 
 /// A PING without context. Its time to live, in tenths of a second, is how long the peer keeps a silent
 /// connection: zero, as it likes.
-pub(super) fn ping() -> Vec<u8> {
+pub(crate) fn ping() -> Vec<u8> {
     let mut out = Vec::new();
     push_frame(&mut out, COMMAND, b"\x04PING\0\0");
     out
 }
 
 /// The PONG to a PING with this context.
-pub(super) fn pong(context: &[u8]) -> Vec<u8> {
+pub(crate) fn pong(context: &[u8]) -> Vec<u8> {
     let mut out = Vec::new();
     push_frame(&mut out, COMMAND, &[b"\x04PONG", context].concat());
     out
@@ -373,6 +375,19 @@ mod tests {
         let exact = message(&[1; MAX]);
         assert_eq!(feed(&mut decoder, &exact).unwrap(), [Event::Message(vec![1; MAX].into())]);
         assert!(feed(&mut decoder, &message(&[1; MAX + 1])).is_err());
+    }
+
+    #[test]
+    fn an_announced_message_takes_memory_as_it_arrives() {
+        const LARGE: usize = 1 << 20;
+        let mut decoder = Decoder::new(SocketType::Router, LARGE);
+        let bytes = [&greeting()[..], &ready(SocketType::Req), &message(&vec![3; LARGE])].concat();
+        let (begun, rest) = bytes.split_at(200);
+        assert_eq!(feed(&mut decoder, begun).unwrap(), [Event::Ready]);
+        assert!(decoder.input.capacity() <= 2 * READ_AHEAD, "{}", decoder.input.capacity());
+        let events: Vec<_> =
+            rest.chunks(READ_AHEAD).flat_map(|part| feed(&mut decoder, part).unwrap()).collect();
+        assert_eq!(events, [Event::Message(vec![3; LARGE].into())]);
     }
 
     #[test]
