@@ -9,7 +9,7 @@ use posthorse_core::{Error, ErrorKind, Hello, Incarnation, Result};
 use serde::{Deserialize, Serialize};
 
 /// The longest greeting, in bytes: what it says ends up in logs and errors.
-const GREETING_BYTES: usize = 16 << 10;
+pub(crate) const GREETING_BYTES: usize = 16 << 10;
 
 /// The longest topic, in bytes.
 const TOPIC_BYTES: usize = 256;
@@ -54,9 +54,7 @@ pub(crate) struct Refusal {
 
 impl Refusal {
     pub(crate) fn of(error: &Error) -> Self {
-        let mut message = error.message().to_owned();
-        message.truncate(message.floor_char_boundary(ERROR_BYTES));
-        Self { code: error.code(), message }
+        Self { code: error.code(), message: bounded(error.message()) }
     }
 
     /// The error, as the peer named it. A kind that only later releases know is a refusal.
@@ -137,9 +135,8 @@ impl Control {
                 let result = match u16::from_le_bytes(take(&mut rest)?) {
                     0 => Ok(rest.to_vec()),
                     code => {
-                        let message =
-                            String::from_utf8_lossy(&rest[..rest.len().min(ERROR_BYTES)]).into_owned();
-                        Err(Refusal { code, message })
+                        let text = String::from_utf8_lossy(&rest[..rest.len().min(ERROR_BYTES)]);
+                        Err(Refusal { code, message: bounded(&text) })
                     }
                 };
                 Ok(Self::Reply { id, result })
@@ -149,6 +146,11 @@ impl Control {
             [other] => Err(malformed(&format!("its kind is {other}; known: 0 to 4"))),
         }
     }
+}
+
+/// As much of an error's text as is sent or kept. A text that was no UTF-8 is longer once it is made so.
+fn bounded(text: &str) -> String {
+    text[..text.floor_char_boundary(ERROR_BYTES)].to_owned()
 }
 
 fn take<const N: usize>(rest: &mut &[u8]) -> Result<[u8; N]> {
@@ -239,6 +241,18 @@ mod tests {
         assert!(!back.message().contains('\n'));
         let later = Refusal { code: 65_000, message: "new".to_owned() };
         assert_eq!(later.into_error("b:1").kind(), ErrorKind::PeerRefused);
+    }
+
+    #[test]
+    fn a_text_that_is_not_utf_8_is_no_longer_than_another() {
+        let mut bytes = Control::Reply { id: 1, result: Err(Refusal { code: 7, message: String::new() }) }
+            .encode()
+            .unwrap();
+        bytes.extend([0xff; 2 * ERROR_BYTES]);
+        let reply = Control::decode(&bytes).unwrap();
+        let Control::Reply { result: Err(refusal), .. } = &reply else { panic!("{reply:?}") };
+        assert!(refusal.message.len() <= ERROR_BYTES);
+        assert_eq!(Control::decode(&reply.encode().unwrap()).unwrap(), reply);
     }
 
     #[test]

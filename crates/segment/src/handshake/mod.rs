@@ -11,7 +11,7 @@ mod config;
 mod control;
 mod link;
 mod local;
-mod message;
+pub(crate) mod message;
 mod serve_control;
 mod server;
 mod stream;
