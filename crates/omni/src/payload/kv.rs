@@ -266,6 +266,15 @@ mod tests {
     }
 
     #[test]
+    fn numbers_survive_to_their_last_bit() {
+        for number in [31.245_270_191_439_438, 1.0 / 3.0, f64::MIN_POSITIVE, -f64::MAX, 5e-324] {
+            let meta = json!({"scale": number}).as_object().unwrap().clone();
+            let blob = encode("r1", &[], meta.clone(), &[]).unwrap();
+            assert_eq!(decode(&blob).unwrap().0.meta, meta);
+        }
+    }
+
+    #[test]
     fn an_explicit_layer_wins_over_the_name() {
         let blob = with_header(|header| header["td"][0]["i"] = json!(1));
         assert_eq!(decode(&blob).unwrap().1[0].layer, 1);
