@@ -4,6 +4,9 @@
 pub mod config;
 mod connector;
 pub mod control;
+#[cfg(any(test, feature = "fuzzing"))]
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod key;
 pub mod message;
 pub mod offer;

@@ -7,6 +7,9 @@ mod cache;
 pub mod descriptor;
 mod directory;
 pub mod frame;
+#[cfg(any(test, feature = "fuzzing"))]
+#[doc(hidden)]
+pub mod fuzzing;
 mod grants;
 pub mod handshake;
 #[expect(unsafe_code, reason = "getifaddrs(3) is a list of pointers")]

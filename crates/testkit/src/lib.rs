@@ -3,11 +3,13 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 pub mod conformance;
+pub mod corpus;
 pub mod memory;
 pub mod namespace;
 pub mod pattern;
 pub mod peer;
 
+mod allocation;
 mod clock;
 mod control;
 mod events;
@@ -18,6 +20,7 @@ mod memory_transport;
 mod random;
 mod skip;
 
+pub use allocation::CountingAllocator;
 pub use clock::Clock;
 pub use control::ControlHub;
 pub use events::Events;

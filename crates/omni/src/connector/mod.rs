@@ -44,6 +44,8 @@ pub use put::{OwnTicket, Payload, PutOptions, Ticket};
 pub use received::{Received, Tensor};
 use stored::Sources;
 pub(crate) use stored::Stored;
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) use stream::End as StreamEnd;
 pub use stream::{FollowOptions, StreamReceiver, StreamSender};
 use timer::Timer;
 use worker::Workers;

@@ -7,6 +7,9 @@ mod config;
 mod copiers;
 #[cfg(not(loom))]
 mod copy;
+#[cfg(all(not(loom), any(test, feature = "fuzzing")))]
+#[doc(hidden)]
+pub mod fuzzing;
 #[cfg(not(loom))]
 mod jobs;
 #[cfg(not(loom))]

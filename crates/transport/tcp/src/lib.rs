@@ -3,6 +3,9 @@
 mod address;
 mod checksum;
 mod config;
+#[cfg(any(test, feature = "fuzzing"))]
+#[doc(hidden)]
+pub mod fuzzing;
 mod greeting;
 mod hello;
 mod intake;

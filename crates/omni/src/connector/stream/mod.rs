@@ -26,11 +26,11 @@ pub use receiver::{FollowOptions, StreamReceiver};
 pub use sender::StreamSender;
 
 /// How a stream ended, as it travels in the payload behind the last chunk.
-#[derive(Debug, Serialize, Deserialize)]
-struct End {
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct End {
     /// The producer's error; without one every chunk was sent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    error: Option<Refusal>,
+    pub(crate) error: Option<Refusal>,
 }
 
 /// The streams that are sent, by name.
