@@ -2,13 +2,15 @@
 
 use std::process::ExitCode;
 
-/// Why a command failed, and with which exit status. (Status 2, wrong usage, is given by clap.)
+/// Why a command failed, and with which exit status.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Failure {
     /// A check failed; everything about it has been printed already. Status 1.
     Reported,
     /// A check failed for this reason. Status 1.
     Check(String),
+    /// The command line is wrong in a way that clap does not see. Status 2.
+    Usage(String),
     /// A command that was run ended with this status, and has said why itself.
     Status(u8),
     /// This host lacks what the command needs. Status 3.
@@ -20,7 +22,7 @@ impl Failure {
     pub(crate) fn message(&self) -> Option<&str> {
         match self {
             Self::Reported | Self::Status(_) => None,
-            Self::Check(message) | Self::Unavailable(message) => Some(message),
+            Self::Check(message) | Self::Usage(message) | Self::Unavailable(message) => Some(message),
         }
     }
 
@@ -28,6 +30,7 @@ impl Failure {
     pub(crate) fn exit_code(&self) -> ExitCode {
         ExitCode::from(match self {
             Self::Reported | Self::Check(_) => 1,
+            Self::Usage(_) => 2,
             Self::Unavailable(_) => 3,
             Self::Status(status) => *status,
         })

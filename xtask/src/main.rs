@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod failure;
+mod fuzz;
 mod layers;
 mod process;
 mod product;
@@ -12,6 +13,7 @@ mod workspace;
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
 
@@ -40,6 +42,15 @@ enum Command {
         #[arg(long)]
         all: bool,
     },
+    /// Hand the decoders of bytes from outside what libFuzzer thinks of: needs cargo-fuzz
+    Fuzz {
+        /// The only target to run, instead of all of them one after the other
+        #[arg(long, value_name = "NAME")]
+        target: Option<String>,
+        /// How long each target runs, such as 90s, 10m or 1h
+        #[arg(long, value_name = "TIME", default_value = "60s", value_parser = fuzz::duration)]
+        duration: Duration,
+    },
     /// Check that no crate depends on its own floor or a higher one
     CheckLayers {
         /// The Cargo.toml of the workspace to check, instead of the one around the current folder
@@ -61,6 +72,7 @@ fn main() -> ExitCode {
         Command::Bench(args) => product::run("bench", &args.arguments),
         Command::Soak(args) => product::run("soak", &args.arguments),
         Command::Test { all } => test::run(all),
+        Command::Fuzz { target, duration } => fuzz::run(target.as_deref(), duration),
         Command::CheckLayers { manifest_path } => layers::run(manifest_path.as_deref()),
     };
     match outcome {

@@ -133,6 +133,7 @@ pub(super) fn steps(metadata: &Metadata, all: bool) -> Vec<Step> {
         steps.extend(miri(metadata));
         steps.push(step("examples", "cargo build --quiet --workspace --examples"));
         steps.extend(benches(metadata));
+        steps.push(fuzz(metadata));
     }
     steps
 }
@@ -202,6 +203,16 @@ fn wants_miri(package: &Package) -> bool {
 fn benches(metadata: &Metadata) -> Option<Step> {
     let has_benches = metadata.packages.iter().any(|p| p.targets.iter().any(|target| target.is_bench()));
     has_benches.then(|| step("benches", "cargo test --quiet --workspace --bench *"))
+}
+
+/// The fuzz targets, which stand outside of the workspace: that they build, and what clippy says of the decoders' side of
+/// them.
+fn fuzz(metadata: &Metadata) -> Step {
+    let folder = metadata.target_directory.join("fuzz-check");
+    let clippy = Invocation::of("cargo clippy --quiet --manifest-path fuzz/Cargo.toml -- -D warnings");
+    commands("fuzz", vec![clippy.with("CARGO_TARGET_DIR", folder.as_str())])
+        .needing(Need::new("cargo clippy --version", "clippy is not installed"))
+        .needing(Need::new("c++ --version", "there is no C++ compiler for libFuzzer"))
 }
 
 fn cargo_deny() -> Need {

@@ -69,7 +69,11 @@ pub(super) fn faults(path: &str, content: &str) -> Vec<String> {
 
 /// Generated, recorded or quoted from elsewhere: not ours to format.
 fn is_data(path: &str) -> bool {
-    path == "LICENSE" || path == "Cargo.lock" || path.split('/').any(|folder| folder == "testdata")
+    let name = path.rsplit('/').next();
+    path == "LICENSE"
+        || name == Some("Cargo.lock")
+        || path.starts_with("fuzz/corpus/")
+        || path.split('/').any(|folder| folder == "testdata")
 }
 
 fn is_code(path: &str) -> bool {
@@ -156,7 +160,7 @@ mod tests {
 
     #[test]
     fn recorded_data_is_left_alone() {
-        for path in ["LICENSE", "Cargo.lock", "crates/segment/testdata/a.txt"] {
+        for path in ["LICENSE", "fuzz/Cargo.lock", "crates/segment/testdata/a.txt", "fuzz/corpus/kv/a"] {
             assert_eq!(faults(path, "\t x \r"), Vec::<String>::new());
         }
     }
