@@ -247,7 +247,7 @@ fn configurations_stand_any_damage() {
         advertise_host: Some("10.0.0.9".to_owned()),
         sender_host: Some("fe80::1".to_owned()),
         sender_zmq_port: Some(50151),
-        protocol: Some("tcp".to_owned()),
+        protocol: crate::config::Protocol::Tcp,
         transport: crate::config::TransportChoice::Prefer("shm".to_owned()),
         buffer_ttl_seconds: 0.25,
         checksum: Checksum::Sampled,
