@@ -233,7 +233,21 @@ impl Batch {
             let mut carriers = self.core.carriers().filter_map(|id| self.engine.transports.get(id));
             carriers.any(|transport| transport.help())
         };
-        while !ended() && !deadline.is_past(Instant::now()) && help() {}
+        // The engine looks at deadlines now and then; whoever is here anyway can be exact.
+        let mut first =
+            self.submitted.iter().fold(Deadline::NEVER, |first, (_, next)| first.min(next.deadline));
+        while !ended() && help() {
+            let now = Instant::now();
+            if deadline.is_past(now) {
+                break;
+            }
+            if first.is_past(now) {
+                let submissions = self.submitted.iter().map(|(_, submission)| submission);
+                let expired = submissions.filter(|submission| submission.deadline.is_past(now));
+                self.engine.doom(expired, Doom::Expired);
+                first = Deadline::NEVER;
+            }
+        }
         self.core.signal.wait(self.engine.spin(), deadline, ended)
     }
 
