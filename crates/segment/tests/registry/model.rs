@@ -145,15 +145,17 @@ impl Model {
                 let token = which.and_then(|which| pick(&self.tokens, which).copied());
                 let peer = PEERS[peer];
                 let admitted = registry.admit(&Claim { peer, token, address, len, access });
-                let candidates = self.grants.iter().filter(|grant| match token {
-                    Some(token) => grant.token == token,
-                    None => grant.tokenless,
-                });
                 // Without a token an empty range at a region's very end belongs to whatever follows, if anything.
-                let lies_in_a_region =
-                    self.regions.iter().any(|(_, start, bytes)| *start <= address && address < start + bytes);
-                let expected = (token.is_some() || lies_in_a_region)
-                    && candidates.clone().any(|grant| grant.fits(peer, address, len, access));
+                let there = self
+                    .regions
+                    .iter()
+                    .find(|(_, start, bytes)| *start <= address && address < start + bytes);
+                let region = there.map(|(id, ..)| *id);
+                let mut candidates = self.grants.iter().filter(|grant| match token {
+                    Some(token) => grant.token == token,
+                    None => grant.tokenless && Some(grant.region) == region,
+                });
+                let expected = candidates.any(|grant| grant.fits(peer, address, len, access));
                 assert_eq!(admitted.is_ok(), expected, "{admitted:?}");
                 if let Ok(admission) = admitted {
                     assert_eq!((admission.view().address(), admission.view().len()), (address, len));
