@@ -26,7 +26,7 @@ pub struct ShmConfig {
     pub max_peers: u32,
     /// How many bytes one call of `submit` copies by itself; whatever is beyond goes to the copy threads.
     pub inline_bytes: usize,
-    /// In which pieces the copy threads work, in bytes: a cancelled slice ends after the piece under way.
+    /// The largest pieces in which slices are copied, in bytes: a cancelled slice ends after the piece under way.
     pub piece_bytes: usize,
     /// How many copy threads there are, and how many threads copy at once, those that help while they wait among them.
     /// 0: half as many as there are processors, but 2 to 4.
