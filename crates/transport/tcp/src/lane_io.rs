@@ -17,11 +17,9 @@ use crate::lane::{Driver, Lane, want};
 use crate::lane_state::Piece;
 use crate::outbox::{MAX_FRAMES, Outbox};
 use crate::placement::{Place, Placed, Placement};
+use crate::sys::SEND_CHUNK;
 use crate::wire::{self, OPENING_BYTES, RESPONSE_BYTES, Response};
 
-/// About how many bytes one call sends at most: what one end has just copied is still in the caches when the other
-/// copies it.
-const SEND_CHUNK: usize = 256 << 10;
 /// The most bytes that one call sends: the headers come along, so that no piece leaves a tail for another call.
 const SEND_MOST: usize = SEND_CHUNK + (64 << 10);
 /// How many bytes are sent or received in one go before other lanes have their turn.

@@ -19,6 +19,7 @@ mod reactor;
 mod serve;
 mod sys;
 mod transport;
+mod warmth;
 mod wire;
 
 pub use config::TcpConfig;

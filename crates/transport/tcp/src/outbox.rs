@@ -10,6 +10,7 @@ use posthorse_core::HostView;
 use crate::checksum;
 use crate::lane_state::Piece;
 use crate::sys;
+use crate::warmth::Warmth;
 use crate::wire::{REQUEST_BYTES, Request, Sum};
 
 /// The most frames in an outbox: a header and a payload each for one `sendmsg`.
@@ -37,6 +38,7 @@ pub(crate) struct Outbox {
     frames: VecDeque<Frame>,
     /// Bytes of the first frame that are sent.
     sent: usize,
+    warmth: Warmth,
     views: Vec<HostView>,
 }
 
@@ -45,6 +47,7 @@ impl Outbox {
         Self {
             frames: VecDeque::with_capacity(MAX_FRAMES + 1),
             sent: 0,
+            warmth: Warmth::default(),
             views: Vec::with_capacity(sys::MAX_VIEWS + 2),
         }
     }
@@ -52,6 +55,7 @@ impl Outbox {
     pub(crate) fn clear(&mut self) {
         self.frames.clear();
         self.sent = 0;
+        self.warmth = Warmth::default();
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -108,6 +112,8 @@ impl Outbox {
                 if let Ok(rest) = part.slice(skipped, len)
                     && !rest.is_empty()
                 {
+                    // SAFETY: as below.
+                    unsafe { self.warmth.load(total, rest) };
                     total += rest.len();
                     self.views.push(rest);
                 }
@@ -116,6 +122,7 @@ impl Outbox {
         // SAFETY: the headers and byte payloads lie in our frames, which do not move meanwhile; the memory is
         // allocated by the promise of whoever pushed it.
         let went = unsafe { sys::send_from(socket, &self.views) }?;
+        self.warmth.sent(went);
         let mut left = self.sent + went;
         let mut ended = None;
         while let Some(frame) = self.frames.front() {

@@ -84,7 +84,7 @@ impl Placement {
         }
         let len = self.left().min(CHUNK);
         // Behind a long piece there may be another one: only its header comes along.
-        let header = wire::REQUEST_BYTES;
+        let header = if len == self.left() { wire::REQUEST_BYTES } else { 0 };
         // SAFETY: as in `take_from`.
         let received = self.touch(len, |view| unsafe { intake.receive_past(socket, view, header) });
         match received {

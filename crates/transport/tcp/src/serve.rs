@@ -16,7 +16,8 @@ use crate::config::TcpConfig;
 use crate::hello::{Call, LaneClass, LaneKey, shorten};
 use crate::intake::{DIRECT, Intake};
 use crate::placement::{Place, Placed, Placement};
-use crate::sys;
+use crate::sys::{self, SEND_CHUNK};
+use crate::warmth::Warmth;
 use crate::wire::{MAX_MESSAGE, MAX_PIECE, REQUEST_BYTES, RESPONSE_BYTES, Request, Response, Sum};
 
 /// How many bytes of answers may wait before no further request is begun.
@@ -85,6 +86,7 @@ struct Sending {
     /// Bytes sent, and the end of the piece that was announced.
     done: usize,
     announced: usize,
+    warmth: Warmth,
     revoked: bool,
 }
 
@@ -281,9 +283,9 @@ impl Serve {
                         self.copy_read(id, view, &admission, checksum)
                     }
                     Ok((view, admission)) => {
-                        let (done, announced, revoked) = (0, 0, false);
+                        let (done, announced, warmth, revoked) = (0, 0, Warmth::default(), false);
                         self.sending =
-                            Some(Sending { id, checksum, view, admission, done, announced, revoked });
+                            Some(Sending { id, checksum, view, admission, done, announced, warmth, revoked });
                     }
                 }
             }
@@ -371,7 +373,7 @@ impl Serve {
             }
             self.announce();
             let output = HostView::of(&self.output[self.sent..]);
-            let went = match &self.sending {
+            let went = match &mut self.sending {
                 None if output.is_empty() => return Ok(total),
                 // SAFETY: our own buffer.
                 None => unsafe { sys::send_from(self.socket.as_fd(), &[output]) },
@@ -399,6 +401,7 @@ impl Serve {
             }
             if let Some(sending) = &mut self.sending {
                 sending.done += went - of_output;
+                sending.warmth.sent(went - of_output);
             }
             if total >= TURN {
                 return Ok(total);
@@ -437,12 +440,15 @@ impl Serve {
 
 impl Sending {
     /// Sends `output` and what is announced; filler in its place when the owner has closed the memory meanwhile.
-    fn send(&self, socket: &TcpStream, output: HostView) -> io::Result<usize> {
+    fn send(&mut self, socket: &TcpStream, output: HostView) -> io::Result<usize> {
         const FILLER: [u8; 4096] = [0; 4096];
-        let len = self.announced - self.done;
+        let len = (self.announced - self.done).min(SEND_CHUNK);
         if let (Ok(piece), Some(_inside)) = (self.view.slice(self.done, len), self.admission.enter()) {
             // SAFETY: the output is our own; inside, the memory is allocated.
-            return unsafe { sys::send_from(socket.as_fd(), &[output, piece]) };
+            return unsafe {
+                self.warmth.load(0, piece);
+                sys::send_from(socket.as_fd(), &[output, piece])
+            };
         }
         // The end of the READ, which finds the memory closed too, tells the peer that it got filler.
         let filler = HostView::of(&FILLER[..len.min(FILLER.len())]);

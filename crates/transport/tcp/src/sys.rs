@@ -12,6 +12,9 @@ use posthorse_core::HostView;
 
 /// How many views one call takes at most (`IOV_MAX` of Linux).
 pub(crate) const MAX_VIEWS: usize = 1024;
+/// About how many bytes one call sends at most: what one end has just copied is still in the caches when the other
+/// copies it.
+pub(crate) const SEND_CHUNK: usize = 256 << 10;
 
 /// Sends from `views` without waiting, and returns how many bytes went (`sendmsg(2)`).
 ///
