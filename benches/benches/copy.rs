@@ -13,7 +13,7 @@ fn copies(criterion: &mut Criterion) {
     let mut target = vec![0_u8; FOOTPRINT];
     let pool = CopyPool::new(CopyPool::default_helpers()).unwrap();
     let mut group = criterion.benchmark_group("copy");
-    for len in [4 << 10, 64 << 10, 1 << 20, 16 << 20, 128 << 20] {
+    for len in [4 << 10, 64 << 10, 1 << 20, 16 << 20, 256 << 20] {
         group.throughput(Throughput::Bytes(len as u64));
         let count = FOOTPRINT / len;
         let mut turn = 0;
