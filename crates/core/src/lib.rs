@@ -3,6 +3,7 @@
 mod deadline;
 mod device;
 mod dtype;
+mod ending;
 mod error;
 mod gate;
 mod hello;
@@ -16,6 +17,7 @@ mod transport;
 pub use deadline::Deadline;
 pub use device::{DeviceEvent, DeviceMemory};
 pub use dtype::DType;
+pub use ending::{AtWork, Ending, EndingDuty};
 pub use error::{Error, ErrorClass, ErrorKind, Fault, Result};
 pub use gate::{Admission, Claim, Gate, Inside, Pin, Usage};
 pub use hello::{Agreement, Features, Hello, VERSIONS, Versions};

@@ -4,13 +4,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
 use parking_lot::Mutex;
-use posthorse_core::{ControlChannel, Error, ErrorKind, Features, Hello, Incarnation, Result, Transport};
+use posthorse_core::{
+    ControlChannel, Ending, Error, ErrorKind, Features, Hello, Incarnation, Result, Transport,
+};
 use posthorse_memory::{CopyPool, ForkGuard};
 use posthorse_segment::{Directory, HandshakeListener, Identity, P2pDirectory, Registry};
 use tokio::runtime::Handle;
 
 use crate::config::EngineConfig;
-use crate::ending::Ending;
 use crate::engine::{Inner, Owner, TransferEngine};
 use crate::environment::{CONNECTOR_PREFIX, Environment, PREFIX};
 use crate::inbox::{ForeignInbox, Inbox};

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use posthorse_core::{
-    Access, Capabilities, ControlChannel, Deadline, Error, ErrorKind, GrantDesc, Hello, Incarnation, Region,
-    Result, SegmentDesc, SegmentId, Transport, TransportContext, TransportId,
+    Access, AtWork, Capabilities, ControlChannel, Deadline, Ending, Error, ErrorKind, GrantDesc, Hello,
+    Incarnation, Region, Result, SegmentDesc, SegmentId, Transport, TransportContext, TransportId,
 };
 use posthorse_memory::ForkGuard;
 use posthorse_segment::{Directory, Registry};
@@ -15,7 +15,6 @@ use posthorse_segment::{Directory, Registry};
 use crate::batch::{Batch, BatchCore, SubmitOptions};
 use crate::builder::EngineBuilder;
 use crate::config::EngineConfig;
-use crate::ending::{AtWork, Ending};
 use crate::events::Sink;
 use crate::explain::{Explanation, PathReport, TransportReport};
 use crate::inbox::{Inbox, Notification};

@@ -3,10 +3,10 @@
 use std::sync::{Arc, Weak};
 
 use posthorse_core::{
-    Completion, Error, Level, Opcode, PathId, PathState, Result, SliceError, TransportEvents, TransportId,
+    AtWork, Completion, Error, Level, Opcode, PathId, PathState, Result, SliceError, TransportEvents,
+    TransportId,
 };
 
-use crate::ending::AtWork;
 use crate::engine::Inner;
 use crate::path::{PathEntry, Run};
 use crate::retry::{self, Failed, Verdict};

@@ -5,10 +5,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use posthorse_core::{Deadline, Error, ErrorKind, Result};
+use posthorse_core::{AtWork, Deadline, Error, ErrorKind, Result};
 use posthorse_segment::HandshakeEvents;
 
-use crate::ending::AtWork;
 use crate::signal::Signal;
 
 /// A message of a peer.

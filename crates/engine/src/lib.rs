@@ -12,7 +12,6 @@ mod connect;
 #[cfg(not(loom))]
 mod dispatch;
 #[cfg(not(loom))]
-mod ending;
 #[cfg(not(loom))]
 mod engine;
 #[cfg(not(loom))]

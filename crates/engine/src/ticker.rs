@@ -8,9 +8,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
-use posthorse_core::{Error, ErrorKind, Result};
+use posthorse_core::{AtWork, Error, ErrorKind, Result};
 
-use crate::ending::AtWork;
 use crate::engine::Inner;
 use crate::submission::Doom;
 

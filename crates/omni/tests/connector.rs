@@ -4,6 +4,7 @@
 mod common;
 
 use std::num::NonZeroU32;
+use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -233,6 +234,26 @@ fn closing_never_hangs_and_says_closed_afterwards() {
     assert_eq!(pair.get("k").unwrap_err().kind(), ErrorKind::Closed);
     let put = pair.sender.put(&edge(), "k", &b"x"[..], PutOptions::default());
     assert_eq!(put.unwrap_err().kind(), ErrorKind::Closed);
+}
+
+#[test]
+fn every_close_returns_when_the_connector_is_closed() {
+    for _ in 0..20 {
+        let sender = build(config(Role::Sender));
+        let (_, port) = sender.address().unwrap();
+        let barrier = Barrier::new(4);
+        thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    barrier.wait();
+                    sender.close();
+                    // Nobody listens any more. Not bound again: the other threads look too.
+                    let refused = std::net::TcpStream::connect(("127.0.0.1", port)).unwrap_err();
+                    assert_eq!(refused.kind(), std::io::ErrorKind::ConnectionRefused);
+                });
+            }
+        });
+    }
 }
 
 #[test]

@@ -26,7 +26,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use posthorse_buffer::{Pool, PoolConfig, SlotGrant};
-use posthorse_core::{Deadline, Error, ErrorKind, Result};
+use posthorse_core::{Deadline, Ending, Error, ErrorKind, Result};
 use posthorse_engine::environment::{CONNECTOR_PREFIX, Environment};
 use posthorse_engine::{Batch, Grant, RegisteredMemory, TransferEngine};
 use posthorse_memory::{CopyPool, MemoryOptions};
@@ -59,6 +59,7 @@ pub struct Connector {
 /// Closes the connector when the last handle goes.
 struct Owner {
     inner: Arc<Inner>,
+    ending: Ending,
     listener: Mutex<Option<Listener>>,
 }
 
@@ -197,7 +198,9 @@ impl ConnectorBuilder {
             counters: health::Counters::default(),
             config,
         });
-        let connector = Connector { owner: Arc::new(Owner { inner, listener: Mutex::new(None) }) };
+        let connector = Connector {
+            owner: Arc::new(Owner { inner, ending: Ending::default(), listener: Mutex::new(None) }),
+        };
         connector.start()?;
         Ok(connector)
     }
@@ -277,8 +280,9 @@ impl Connector {
         &self.inner().engine
     }
 
-    /// Takes back every offer, ends every get and transfer, and gives the memory up. Idempotent; never hangs: what
-    /// peers may still touch is kept alive until they cannot. Every call after it answers `Closed`.
+    /// Takes back every offer, ends every get and transfer, and gives the memory up. Idempotent, and whoever calls it
+    /// again meanwhile waits until it is done; never hangs: what peers may still touch is kept alive until they cannot.
+    /// Every call after it answers `Closed`.
     pub fn close(&self) {
         self.owner.close();
     }
@@ -292,10 +296,9 @@ impl Drop for Owner {
 
 impl Owner {
     fn close(&self) {
+        let Some(_duty) = self.ending.begin() else { return };
         let inner = &self.inner;
-        if inner.closed.swap(true, Ordering::AcqRel) {
-            return;
-        }
+        inner.closed.store(true, Ordering::Release);
         inner.with_offers(|offers, now, out| offers.close(now, out));
         let writes: Vec<_> = inner.state.lock().writes.values().cloned().collect();
         writes.iter().for_each(|batch| batch.cancel());

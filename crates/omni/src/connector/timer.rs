@@ -5,7 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
-use posthorse_core::{Error, Result};
+use posthorse_core::{AtWork, Error, Result};
 
 use super::Inner;
 
@@ -67,6 +67,7 @@ pub(super) fn start(timer: &Arc<Timer>, inner: Weak<Inner>) -> Result<thread::Jo
     thread::Builder::new()
         .name("omni-timer".to_owned())
         .spawn(move || {
+            let _at_work = AtWork::begin();
             while timer.wait() {
                 let Some(inner) = inner.upgrade() else { return };
                 if let Some(next) = inner.tick() {

@@ -8,7 +8,7 @@ use std::thread;
 
 use crossbeam_channel::{Receiver, Sender, TrySendError, bounded};
 use parking_lot::Mutex;
-use posthorse_core::{Error, ErrorKind, Result};
+use posthorse_core::{AtWork, Error, ErrorKind, Result};
 
 type Job = Box<dyn FnOnce() + Send>;
 
@@ -28,7 +28,10 @@ impl Workers {
             let jobs: Receiver<Job> = receiver.clone();
             let thread = thread::Builder::new()
                 .name(format!("omni-worker-{index}"))
-                .spawn(move || jobs.iter().for_each(|job| job()))
+                .spawn(move || {
+                    let _at_work = AtWork::begin();
+                    jobs.iter().for_each(|job| job());
+                })
                 .map_err(|error| Error::os("start a thread omni-worker", &error))?;
             threads.push(thread);
         }

@@ -25,7 +25,7 @@ use std::sync::mpsc as std_mpsc;
 use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
-use posthorse_core::{Deadline, Error, ErrorKind, Result};
+use posthorse_core::{AtWork, Deadline, Error, ErrorKind, Result};
 use tokio::runtime::{Builder, Handle};
 use tokio::sync::{mpsc, watch};
 
@@ -74,6 +74,7 @@ impl ControlPlane {
         let thread = thread::Builder::new()
             .name("omni-control".to_owned())
             .spawn(move || {
+                let _at_work = AtWork::begin();
                 runtime.block_on(async move {
                     // An error means that every control plane was dropped: the same.
                     let _ = stopped.wait_for(|stop| *stop).await;

@@ -1,23 +1,24 @@
-//! The end of an engine: one thread brings it about, and whoever else asks for it waits until it is over.
+//! The end of something that has threads: one thread brings it about, and whoever else asks waits until it is over.
 
 use std::cell::Cell;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
-
-use parking_lot::{Condvar, Mutex};
 
 thread_local! {
     static AT_WORK: Cell<u32> = const { Cell::new(0) };
 }
 
-/// Marks the time in which this thread does an engine's work. The end of an engine waits for that, so that code which
-/// is called from there (such as the waker of a batch) must not wait for the end.
+/// Marks the time in which this thread does the work of something whose [`Ending`] waits for that work. Code that is
+/// called from there (such as the waker of a batch) does not wait for the end.
 #[derive(Debug)]
-pub(crate) struct AtWork(());
+pub struct AtWork(std::marker::PhantomData<*const ()>);
 
 impl AtWork {
-    pub(crate) fn begin() -> Self {
+    /// From here until this is dropped, on this thread.
+    #[must_use]
+    pub fn begin() -> Self {
         AT_WORK.with(|depth| depth.set(depth.get() + 1));
-        Self(())
+        Self(std::marker::PhantomData)
     }
 
     fn is_now() -> bool {
@@ -31,9 +32,9 @@ impl Drop for AtWork {
     }
 }
 
-/// How far the end has come.
+/// Sees to it that an end is brought about once, and that everyone who asks for it sees it done.
 #[derive(Debug, Default)]
-pub(crate) struct Ending {
+pub struct Ending {
     state: Mutex<State>,
     over: Condvar,
 }
@@ -48,31 +49,37 @@ enum State {
 
 /// The duty to bring the end about. It is over when this is dropped.
 #[derive(Debug)]
-pub(crate) struct Duty<'a>(&'a Ending);
+pub struct EndingDuty<'a>(&'a Ending);
 
 impl Ending {
     /// The first who asks gets the duty. Whoever asks later waits until the end is over, unless the end may be
-    /// waiting for this very thread: one that is at an engine's work, or at the duty itself.
-    pub(crate) fn begin(&self) -> Option<Duty<'_>> {
-        let mut state = self.state.lock();
+    /// waiting for this very thread: one that is [at work](AtWork), or at the duty itself.
+    pub fn begin(&self) -> Option<EndingDuty<'_>> {
+        let mut state = self.state();
         let own = match *state {
             State::NotBegun => {
                 *state = State::BroughtAboutBy(thread::current().id());
-                return Some(Duty(self));
+                return Some(EndingDuty(self));
             }
             State::BroughtAboutBy(thread) => thread == thread::current().id(),
             State::Over => return None,
         };
         if !own && !AtWork::is_now() {
-            self.over.wait_while(&mut state, |state| !matches!(state, State::Over));
+            let over = self.over.wait_while(state, |state| !matches!(state, State::Over));
+            drop(over.unwrap_or_else(PoisonError::into_inner));
         }
         None
     }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // Each change is one assignment, so a panic leaves nothing half done.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
-impl Drop for Duty<'_> {
+impl Drop for EndingDuty<'_> {
     fn drop(&mut self) {
-        *self.0.state.lock() = State::Over;
+        *self.0.state() = State::Over;
         self.0.over.notify_all();
     }
 }
