@@ -7,7 +7,7 @@
 //! usual sense, but a baton, and holding it across a system call or an event keeps nobody waiting.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering, fence};
 
 use parking_lot::Mutex;
 use posthorse_core::{Completion, HostView, RegionId, Result, Slice};
@@ -35,7 +35,8 @@ pub(crate) mod want {
 pub(crate) enum Driver {
     /// A thread whose work this is.
     Reactor,
-    /// A thread that has other things to do: it sends a little, and leaves the rest to the reactor.
+    /// A thread that has other things to do: it sends a little, and leaves the rest to the reactor. It reports nothing
+    /// either: what an event calls may wait for the reactor, which could then not get the baton.
     Caller,
 }
 
@@ -155,21 +156,32 @@ impl Lane {
 
     /// Does what `wants` says and what else is wanted, or leaves it to whoever is at it. False when it was left.
     pub(crate) fn drive(self: &Arc<Self>, wants: u8, driver: Driver) -> bool {
+        let mine = match driver {
+            Driver::Reactor => u8::MAX,
+            Driver::Caller => want::SEND,
+        };
         self.wants.fetch_or(wants, Ordering::SeqCst);
-        while self.wants.load(Ordering::SeqCst) != 0 {
+        // One side says what it wants and then tries for the baton, the other gives it back and then looks at what is
+        // wanted: the fences see to it that one of them notices the other.
+        fence(Ordering::SeqCst);
+        while self.wants.load(Ordering::SeqCst) & mine != 0 {
             let Some(mut io) = self.io.try_lock() else { return false };
-            let wants = self.wants.swap(0, Ordering::SeqCst);
+            let wants = self.wants.fetch_and(!mine, Ordering::SeqCst) & mine;
             let more = io.run(self, wants, driver);
             drop(io);
+            fence(Ordering::SeqCst);
             if more {
+                // Not at once: the reactor has other lanes and connections too.
                 self.wants.fetch_or(want::SEND, Ordering::SeqCst);
-            }
-            if driver == Driver::Caller {
-                if self.wants.load(Ordering::SeqCst) != 0 {
-                    self.hand_over();
-                }
+                self.hand_over();
                 return true;
             }
+            if driver == Driver::Caller {
+                break;
+            }
+        }
+        if driver == Driver::Caller && self.wants.load(Ordering::SeqCst) != 0 {
+            self.hand_over();
         }
         true
     }

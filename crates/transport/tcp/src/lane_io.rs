@@ -70,6 +70,8 @@ pub(crate) struct LaneIo {
     heard: Instant,
     silent_ticks: u32,
     spoke: bool,
+    /// What a caller met on the connection.
+    fault: Option<Error>,
     /// Set while the connection is made once more only to learn that the far end is quiet.
     ending: Option<Error>,
 }
@@ -92,6 +94,7 @@ impl LaneIo {
             heard: Instant::now(),
             silent_ticks: 0,
             spoke: false,
+            fault: None,
             ending: None,
         }
     }
@@ -102,11 +105,14 @@ impl LaneIo {
             // Something may have been pushed while the lane was ending.
             return false;
         }
+        if driver == Driver::Caller {
+            return self.send_for_caller(lane);
+        }
         if wants & want::END != 0 {
             self.begin_end(lane);
         }
         let mut more = false;
-        match self.advance(lane, wants, driver) {
+        match self.advance(lane, wants) {
             Ok(yes) => more = yes,
             Err(error) => self.broke(lane, error),
         }
@@ -114,7 +120,24 @@ impl LaneIo {
         more
     }
 
-    fn advance(&mut self, lane: &Arc<Lane>, wants: u8, driver: Driver) -> Result<bool> {
+    /// As [`LaneIo::run`] for a caller, who leaves to the reactor whatever there is to report.
+    fn send_for_caller(&mut self, lane: &Lane) -> bool {
+        if self.fault.is_some() {
+            return false;
+        }
+        match self.send(lane, CALLER_TURN) {
+            Ok(more) => more || lane.with_state(|state| state.is_writable()),
+            Err(error) => {
+                self.fault = Some(error);
+                true
+            }
+        }
+    }
+
+    fn advance(&mut self, lane: &Arc<Lane>, wants: u8) -> Result<bool> {
+        if let Some(error) = self.fault.take() {
+            return Err(error);
+        }
         if matches!(self.link, Link::None) {
             let until = Instant::now() + lane.core.config.connect_timeout();
             self.dial(lane, until)?;
@@ -143,7 +166,7 @@ impl LaneIo {
         if wants & want::TICK != 0 {
             self.tick(lane)?;
         }
-        self.send(lane, driver)
+        self.send(lane, TURN)
     }
 
     fn silent(&self, waiting_for: &str) -> Error {
@@ -337,8 +360,8 @@ impl LaneIo {
         }
     }
 
-    /// Sends what there is. Says whether there is more to send at once.
-    fn send(&mut self, lane: &Lane, driver: Driver) -> Result<bool> {
+    /// Sends what there is, about `most` bytes. Says whether there is more to send at once.
+    fn send(&mut self, lane: &Lane, most: usize) -> Result<bool> {
         let mut turn = 0;
         loop {
             let Link::Up { socket } = &self.link else { return Ok(false) };
@@ -354,7 +377,7 @@ impl LaneIo {
                 self.set_interest(lane, EventFlags::IN)?;
                 return Ok(false);
             }
-            if turn >= TURN || (driver == Driver::Caller && turn >= CALLER_TURN) {
+            if turn >= most {
                 return Ok(true);
             }
             match self.outbox.send(socket.as_fd(), SEND_MOST) {
@@ -456,6 +479,7 @@ impl LaneIo {
         self.intake.clear();
         self.placement = None;
         self.sent = 0;
+        self.fault = None;
         if let Link::Connecting { socket, .. } | Link::Greeting { socket, .. } | Link::Up { socket } =
             std::mem::replace(&mut self.link, Link::None)
         {

@@ -93,7 +93,8 @@ pub(crate) struct LaneState {
     begun: u64,
     notifies: usize,
     bytes: u64,
-    starved: bool,
+    /// Which of the queues were found full.
+    starved: [bool; 3],
     ended: Option<Error>,
 }
 
@@ -109,7 +110,7 @@ impl LaneState {
             begun: 0,
             notifies: 0,
             bytes: 0,
-            starved: false,
+            starved: [false; 3],
             ended: None,
         }
     }
@@ -123,9 +124,10 @@ impl LaneState {
         if let Some(error) = &self.ended {
             return Err(error.clone());
         }
-        let queue = &mut self.waiting[rank(slice.priority)];
+        let rank = rank(slice.priority);
+        let queue = &mut self.waiting[rank];
         if queue.len() >= self.limits.queue {
-            self.starved = true;
+            self.starved[rank] = true;
             return Ok(false);
         }
         queue.push_back(Work::Slice { slice: *slice, memory });
@@ -364,10 +366,22 @@ impl LaneState {
         self.bytes -= dropped;
     }
 
-    /// Whether a full queue has room again, once after each time that one was full.
+    /// Whether a queue that was found full has room again.
+    pub(crate) fn is_writable(&self) -> bool {
+        (0..self.waiting.len()).any(|rank| self.starved[rank] && self.has_room(rank))
+    }
+
+    /// As [`LaneState::is_writable`], once after each time that a queue was found full.
     pub(crate) fn take_writable(&mut self) -> bool {
-        let room = self.waiting.iter().all(|queue| queue.len() <= self.limits.queue / 2);
-        room && std::mem::take(&mut self.starved)
+        let writable = self.is_writable();
+        for rank in 0..self.waiting.len() {
+            self.starved[rank] &= !self.has_room(rank);
+        }
+        writable
+    }
+
+    fn has_room(&self, rank: usize) -> bool {
+        self.waiting[rank].len() <= self.limits.queue / 2
     }
 
     fn pop_front(&mut self, error: Option<Error>) -> Option<Completion> {
@@ -530,6 +544,27 @@ mod tests {
         let mut done = Vec::new();
         state.acknowledge(3, &mut done).unwrap();
         assert_eq!(outcome(&done), [(3, None), (2, None), (1, None)]);
+    }
+
+    #[test]
+    fn a_full_queue_has_room_again_whatever_the_other_queues_hold() {
+        let mut state = LaneState::new(LIMITS);
+        for priority in [Priority::Low, Priority::High] {
+            let filled = (1..).take_while(|token| {
+                let (slice, memory) = slice(*token, Opcode::Write, priority, 1);
+                state.push(&slice, memory).unwrap()
+            });
+            assert_eq!(filled.count(), LIMITS.queue);
+        }
+        let (mut rooms, mut done) = (Vec::new(), Vec::new());
+        for first in [1, 9, 17, 25] {
+            assert!(!state.is_writable() && !state.take_writable());
+            cut_all(&mut state);
+            state.acknowledge(first + 7, &mut done).unwrap();
+            rooms.push(state.is_writable());
+            assert_eq!(state.take_writable(), rooms[rooms.len() - 1]);
+        }
+        assert_eq!(rooms, [true, false, true, false], "once for High, and once for Low");
     }
 
     #[test]

@@ -231,8 +231,7 @@ impl Reactor {
             }
             let mut moved = busy;
             for event in &events {
-                let flags = event.flags;
-                moved |= self.ready(event.data.u64(), flags);
+                moved |= self.ready(event.data.u64());
             }
             if moved {
                 spin_until = Instant::now() + spin;
@@ -285,7 +284,7 @@ impl Reactor {
         driven
     }
 
-    fn ready(&mut self, key: u64, flags: EventFlags) -> bool {
+    fn ready(&mut self, key: u64) -> bool {
         if key == WAKE {
             let mut counter = [0_u8; 8];
             let _ = rustix::io::read(&self.handle.wake, &mut counter);
@@ -299,7 +298,7 @@ impl Reactor {
             return self.drive(&lane, want::IO);
         }
         if self.served.contains_key(&key) {
-            self.serve_ready(key, flags);
+            self.serve_ready(key);
             return true;
         }
         if self.greetings.contains_key(&key) {
@@ -402,11 +401,6 @@ impl Reactor {
             return;
         }
         let known = self.sessions.contains_key(&call.key);
-        let session = self.sessions.entry(call.key).or_default();
-        // The older connection ends before the answer: nothing of it touches memory after that.
-        if let Some(old) = session.connection.take() {
-            self.served.remove(&old);
-        }
         let hello = self.shared.context.hello.clone();
         let incarnation = self.shared.context.incarnation;
         let Ok(welcome) = (Answer::Welcome { hello, incarnation, known }).encode() else { return };
@@ -414,12 +408,17 @@ impl Reactor {
         if self.handle.watch(socket.as_fd(), key, EventFlags::empty()).is_err() {
             return;
         }
+        let session = self.sessions.entry(call.key).or_default();
+        // The older connection ends before the answer: nothing of it touches memory after that.
+        if let Some(old) = session.connection.take() {
+            self.served.remove(&old);
+        }
         session.connection = Some(key);
         self.served.insert(key, (Serve::new(call, socket, welcome, &self.shared.config), place));
-        self.serve_ready(key, EventFlags::IN);
+        self.serve_ready(key);
     }
 
-    fn serve_ready(&mut self, key: u64, _flags: EventFlags) {
+    fn serve_ready(&mut self, key: u64) {
         let Some((serve, _)) = self.served.get_mut(&key) else { return };
         let Some(session) = self.sessions.get_mut(&serve.key) else { return };
         let shared = &self.shared;

@@ -40,6 +40,8 @@ pub struct TcpTransport {
     config: Arc<TcpConfig>,
     running: Mutex<Option<Running>>,
     paths: RwLock<HashMap<PathId, Arc<TcpPath>>>,
+    /// Lanes of paths that were disconnected, until they have ended.
+    leaving: Mutex<Vec<Arc<Lane>>>,
     next_path: AtomicU64,
     fork: ForkGuard,
 }
@@ -61,6 +63,7 @@ impl TcpTransport {
             config: Arc::new(config),
             running: Mutex::new(None),
             paths: RwLock::new(HashMap::new()),
+            leaving: Mutex::new(Vec::new()),
             next_path: AtomicU64::new(1),
             fork: ForkGuard::new()?,
         })
@@ -72,6 +75,14 @@ impl TcpTransport {
         self.paths.read().get(&id).cloned().ok_or_else(|| {
             Error::new(ErrorKind::NotFound, format!("transport tcp has no path {id}")).with_device(NAME)
         })
+    }
+
+    /// The lanes that have not ended.
+    fn lanes(&self) -> Vec<Arc<Lane>> {
+        let paths = self.paths.read();
+        let mut leaving = self.leaving.lock();
+        leaving.retain(|lane| !lane.has_ended());
+        paths.values().flat_map(|path| &path.lanes).chain(&*leaving).cloned().collect()
     }
 
     /// Makes a path and has the reactors open its lanes.
@@ -173,6 +184,7 @@ impl Transport for TcpTransport {
             path.core.take_down(&error, false);
         }
         running.stop();
+        self.leaving.lock().retain(|lane| !lane.has_ended());
     }
 
     fn register(&self, region: &RegisteredRegion) -> Result<Value> {
@@ -184,8 +196,7 @@ impl Transport for TcpTransport {
         self.fork.check()?;
         let mut pause = Duration::from_micros(10);
         loop {
-            let paths: Vec<_> = self.paths.read().values().cloned().collect();
-            if !paths.iter().flat_map(|path| &path.lanes).any(|lane| lane.holds(region)) {
+            if !self.lanes().iter().any(|lane| lane.holds(region)) {
                 return Ok(());
             }
             if deadline.is_past(Instant::now()) {
@@ -234,7 +245,11 @@ impl Transport for TcpTransport {
         if self.fork.is_forked() {
             return;
         }
-        let Some(path) = self.paths.write().remove(&path) else { return };
+        let mut paths = self.paths.write();
+        let Some(path) = paths.remove(&path) else { return };
+        // Before anyone can find it nowhere.
+        self.leaving.lock().extend(path.lanes.iter().cloned());
+        drop(paths);
         path.core.take_down(&Error::new(ErrorKind::Flushed, "the path was disconnected"), true);
     }
 
@@ -286,7 +301,7 @@ impl Transport for TcpTransport {
             return Err(Error::new(ErrorKind::TooLarge, text));
         }
         let path = self.path(path)?;
-        let Some(lane) = path.notify_lane() else { return Ok(()) };
+        let lane = path.notify_lane().ok_or_else(not_started)?;
         lane.with_state(|state| state.push_notify(token, data))?;
         lane.drive(want::SEND, Driver::Caller);
         Ok(())
@@ -313,6 +328,7 @@ impl Drop for TcpTransport {
             // As in `stop`; no lock is taken, as a thread that is not here may have held it.
             std::mem::forget(self.running.get_mut().take());
             self.paths.get_mut().drain().for_each(|(_, path)| std::mem::forget(path));
+            self.leaving.get_mut().drain(..).for_each(std::mem::forget);
         }
     }
 }

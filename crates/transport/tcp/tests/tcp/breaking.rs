@@ -181,6 +181,24 @@ fn a_fence_that_the_peer_does_not_confirm_says_so() {
 }
 
 #[test]
+fn memory_is_held_until_the_lanes_of_a_disconnected_path_have_ended() {
+    let here = Node::with("here:1", lively(300), hello());
+    let there = Node::new("there:1");
+    let relay = Relay::to(there.port());
+    let path = here.connect(&relay.instead_of(&there.desc));
+    let memory = Memory::new(4096);
+    let (_, token) = there.publish(memory, Access::ReadWrite);
+    relay.silence_for_ever();
+    let slice = write(memory.part(0, 64), memory.address(), token);
+    here.submit_all(path, &[slice]);
+    here.transport.disconnect(path);
+    let held = here.transport.unregister(slice.local_region, Deadline::after(Duration::ZERO)).unwrap_err();
+    assert_eq!(held.kind(), ErrorKind::DeadlineExceeded);
+    assert_eq!(here.events.error(slice.token), (ErrorKind::Flushed, FarEnd::Unconfirmed));
+    here.transport.unregister(slice.local_region, Deadline::after(PATIENCE)).unwrap();
+}
+
+#[test]
 fn cancel_drops_what_is_not_yet_sent_and_nothing_else() {
     let config = TcpConfig { window_slots: 16, ..local() };
     let here = Node::with("here:1", config, hello());

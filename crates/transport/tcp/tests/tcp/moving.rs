@@ -130,6 +130,9 @@ fn many_threads_share_a_path() {
         }
     });
     assert!(target.bytes() == source.bytes());
+    // What an event calls may wait for the reactors (`stop` does), so no other thread may be in the midst of a lane.
+    let reporters = here.events.reporters();
+    assert!(reporters.iter().all(|name| name.starts_with("tcp-lane-")), "{reporters:?}");
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Two transports with real registries, and what happened to them.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::Arc;
@@ -71,6 +71,8 @@ struct Happened {
     notified: Vec<(String, Vec<u8>)>,
     down: Vec<Error>,
     writable: u64,
+    /// The names of the threads that reported completions.
+    reporters: HashSet<String>,
     refuse_notifications: bool,
 }
 
@@ -84,6 +86,7 @@ pub(crate) struct Events {
 impl TransportEvents for Events {
     fn completed(&self, completions: &[Completion]) {
         let mut happened = self.happened.lock();
+        happened.reporters.insert(std::thread::current().name().unwrap_or_default().to_owned());
         for completion in completions {
             happened.order.push(completion.token);
             let before = happened.completions.insert(completion.token, completion.clone());
@@ -148,6 +151,10 @@ impl Events {
         self.wait(&format!("{count} completions"), |happened| {
             (happened.completions.len() >= count).then(|| std::mem::take(&mut happened.completions))
         })
+    }
+
+    pub(crate) fn reporters(&self) -> HashSet<String> {
+        self.happened.lock().reporters.clone()
     }
 
     pub(crate) fn order(&self) -> Vec<u64> {
