@@ -68,9 +68,9 @@ impl ManagedBuffer {
         self.view
     }
 
-    /// The pool it came from.
-    pub const fn pool(&self) -> &Pool {
-        &self.pool
+    /// Whether it came from this pool.
+    pub fn is_of(&self, pool: &Pool) -> bool {
+        self.pool == *pool
     }
 
     /// The bytes.
@@ -145,7 +145,7 @@ impl ManagedBuffer {
 
     fn host(&self) -> Result<HostView> {
         self.view.host().ok_or_else(|| {
-            let location = self.pool.region().location();
+            let location = self.pool.location();
             Error::new(ErrorKind::Unsupported, "the bytes of a buffer in device memory were asked for")
                 .with_device(location.to_string())
                 .with_advice("copy it to a buffer of a host pool")

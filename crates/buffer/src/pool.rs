@@ -7,7 +7,7 @@ use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use posthorse_core::{Deadline, Error, ErrorKind, GrantToken, Region, Result, View};
+use posthorse_core::{Deadline, Error, ErrorKind, GrantToken, Location, Region, Result, View};
 
 use crate::allocator::{Block, DEFAULT_ALIGNMENT, OffsetAllocator};
 use crate::buffer::ManagedBuffer;
@@ -131,8 +131,19 @@ impl Pool {
     }
 
     /// The memory, to be registered with an engine as one region.
-    pub fn region(&self) -> Arc<dyn Region> {
+    ///
+    /// # Safety
+    /// Transfers go only to blocks of which nobody holds a [`ManagedBuffer`] through which the bytes are looked at
+    /// meanwhile: a block that is being received into (a [`ReceiveSlot`](crate::ReceiveSlot)), until nothing goes there
+    /// any more and it is [filled](crate::ReceiveSlot::fill) or [fenced](Pool::fenced); or, for reading, one that is
+    /// frozen.
+    pub unsafe fn region(&self) -> Arc<dyn Region> {
         Arc::clone(&self.shared.region)
+    }
+
+    /// Where the memory lies, if that is known.
+    pub fn location(&self) -> Location {
+        self.shared.region.location()
     }
 
     /// The range of the memory.

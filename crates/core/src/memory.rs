@@ -238,8 +238,8 @@ pub struct SharedFile<'a> {
 /// # Safety
 /// While the value lives, [`Region::view`] returns the same range at each call, and that range is
 /// allocated and may be read (and, if [`Region::writable`], written) by transports of this process and,
-/// where granted, by peers. Whoever hands out Rust references into the range makes sure that no transfer
-/// or grant overlaps with them in a way that Rust forbids.
+/// where granted, by peers. Safe code gets no Rust reference into the range, except shared ones where it is not
+/// [`Region::writable`]: whoever has the value may register it, and then have transfers go anywhere in it.
 pub unsafe trait Region: fmt::Debug + Send + Sync + 'static {
     /// The memory.
     fn view(&self) -> View;

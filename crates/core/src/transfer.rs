@@ -54,13 +54,46 @@ pub enum Level {
     Visible,
 }
 
-/// A range of local registered memory.
+/// Where local registered memory begins that a transfer reads or writes.
+///
+/// Whoever has one may have any transfer go there. Registering memory gives them out, so memory that safe code may
+/// hold references into at the same time is not registered safely: see [`Region`](crate::Region).
+///
+/// ```compile_fail
+/// # use posthorse_core::{LocalRange, RegionId};
+/// let anywhere = LocalRange { region: RegionId(1), offset: 0 }; // Not without `unsafe`.
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LocalRange {
+    region: RegionId,
+    offset: u64,
+}
+
+impl LocalRange {
+    /// `offset` bytes into a region that is registered under this number.
+    ///
+    /// # Safety
+    /// As long as transfers go there, no Rust reference into those bytes is used in a way that Rust forbids beside
+    /// what they do: none at all beside a READ, and only shared ones beside a WRITE.
+    pub const unsafe fn new(region: RegionId, offset: u64) -> Self {
+        Self { region, offset }
+    }
+
     /// The region.
-    pub region: RegionId,
+    pub const fn region(self) -> RegionId {
+        self.region
+    }
+
     /// Bytes from its start.
-    pub offset: u64,
+    pub const fn offset(self) -> u64 {
+        self.offset
+    }
+
+    /// `bytes` further into the region. Past its end there is nothing that a request would be admitted to.
+    #[must_use]
+    pub const fn advanced(self, bytes: u64) -> Self {
+        Self { region: self.region, offset: self.offset.saturating_add(bytes) }
+    }
 }
 
 /// A range of a peer's memory.

@@ -151,9 +151,13 @@ impl TransferEngine {
     }
 
     /// The registered memory that holds the whole range, for callers that know addresses alone.
-    pub fn find(&self, address: u64, len: u64) -> Option<posthorse_core::LocalRange> {
+    ///
+    /// # Safety
+    /// As for [`LocalRange::new`](posthorse_core::LocalRange::new): an address says nothing of who refers to it.
+    pub unsafe fn find(&self, address: u64, len: u64) -> Option<posthorse_core::LocalRange> {
         let (region, offset) = self.inner().registry.find(address, len)?;
-        Some(posthorse_core::LocalRange { region, offset })
+        // SAFETY: the caller's promise.
+        Some(unsafe { posthorse_core::LocalRange::new(region, offset) })
     }
 
     /// Opens a peer's segment: asks the directory for its descriptor, and makes a first path.

@@ -55,7 +55,8 @@ impl RegisteredMemory {
 
     /// The local end of a request, `offset` bytes from the start.
     pub const fn at(&self, offset: u64) -> LocalRange {
-        LocalRange { region: self.region.id, offset }
+        // SAFETY: whoever made the region sees to it that safe code has no references into it.
+        unsafe { LocalRange::new(self.region.id, offset) }
     }
 
     /// Lets a peer touch `len` bytes from `offset`: the named peer, or whoever holds the grant's token.

@@ -78,12 +78,15 @@ impl<'a> Builder<'a> {
     }
 
     fn add(&mut self, request: &TransferRequest) -> Result<()> {
-        let (local, writable) = self.region(request.local.region)?;
-        let local = local.slice(request.local.offset, request.len)?;
+        let (local, writable) = self.region(request.local.region())?;
+        let local = local.slice(request.local.offset(), request.len)?;
         if request.opcode == Opcode::Read && !writable {
             return Err(Error::new(
                 ErrorKind::AccessDenied,
-                format!("region {} cannot be written, so nothing can be read into it", request.local.region),
+                format!(
+                    "region {} cannot be written, so nothing can be read into it",
+                    request.local.region()
+                ),
             ));
         }
         let peer = self.peer(request.remote.segment)?;
@@ -110,7 +113,7 @@ impl<'a> Builder<'a> {
         self.requests.push(Prepared {
             opcode: request.opcode,
             local,
-            local_region: request.local.region,
+            local_region: request.local.region(),
             peer,
             remote_address: request.remote.address,
             token,

@@ -83,7 +83,7 @@ fn check(pair: &Pair, batch: &Batch, requests: &[TransferRequest], seed: u64) {
         );
         let Some(request) = requests.get(task) else { continue };
         if status.state == TransferState::Completed {
-            let (offset, len) = (request.local.offset as usize, request.len as usize);
+            let (offset, len) = (request.local.offset() as usize, request.len as usize);
             assert_eq!(status.bytes, request.len, "seed {seed}: task {task}");
             let ours = memory::read(&*pair.source_region, offset, len);
             let theirs = memory::read(&*pair.target_region, offset, len);

@@ -49,7 +49,8 @@ fn a_slot_smaller_than_the_payload_is_refused_and_nothing_is_written_outside_it(
         &PoolConfig { alignment: 4096, ..PoolConfig::default() },
     )
     .unwrap();
-    let memory = engine.register(pool.region(), Access::None).unwrap();
+    // SAFETY: the block is looked at when the transfers have ended.
+    let memory = engine.register(unsafe { pool.region() }, Access::None).unwrap();
     let mut around = pool.alloc(8 << 20, soon()).unwrap();
     around.bytes_mut().unwrap().fill(0xee);
     let plane = ControlPlane::start(ControlLimits::default()).unwrap();

@@ -267,7 +267,7 @@ impl Shape<'_> {
         let mut now = begin;
         while bytes == 0 || now.duration_since(begin) < duration {
             for request in &mut requests {
-                request.local.offset = start + *cursor;
+                request.local = self.end.memory.at(start + *cursor);
                 request.remote.address = self.address + start + *cursor;
                 *cursor += self.block;
                 bytes += self.block;

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use posthorse_buffer::{ManagedBuffer, ReceiveSlot};
 use posthorse_core::{
-    Access, Deadline, Error, ErrorKind, GrantDesc, LocalRange, Opcode, Priority, RemoteRange, Result, Route,
+    Access, Deadline, Error, ErrorKind, GrantDesc, Opcode, Priority, RemoteRange, Result, Route,
     TransferRequest,
 };
 use posthorse_engine::{Grant, Segment, SubmitOptions};
@@ -309,7 +309,7 @@ impl Inner {
         let slot = self.alloc(size, get.deadline)?.into_slot();
         let request = TransferRequest {
             opcode: Opcode::Read,
-            local: LocalRange { region: self.memory_id, offset: slot.offset() },
+            local: self.pool_range.advanced(slot.offset()),
             remote: RemoteRange { segment: segment.id(), address: grant.address, token: Some(grant.token) },
             len: size,
             priority: Priority::Medium,

@@ -12,6 +12,8 @@ mod lease;
 mod place;
 mod put;
 mod received;
+#[expect(unsafe_code, reason = "Rust cannot know who touches registered memory")]
+mod register;
 mod serve;
 mod stored;
 mod stream;
@@ -26,7 +28,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use posthorse_buffer::{Pool, PoolConfig, SlotGrant};
-use posthorse_core::{Deadline, Ending, Error, ErrorKind, Result};
+use posthorse_core::{Deadline, Ending, Error, ErrorKind, LocalRange, Result};
 use posthorse_engine::environment::{CONNECTOR_PREFIX, Environment};
 use posthorse_engine::{Batch, Grant, RegisteredMemory, TransferEngine};
 use posthorse_memory::{CopyPool, MemoryOptions};
@@ -78,7 +80,8 @@ pub(crate) struct Inner {
     owns_engine: bool,
     pool: Pool,
     memory: Mutex<Option<RegisteredMemory>>,
-    memory_id: posthorse_core::RegionId,
+    /// The pool's memory, for requests.
+    pool_range: LocalRange,
     copier: CopyPool,
     /// Payload bytes outside of the pool.
     sources: Sources,
@@ -161,10 +164,10 @@ impl ConnectorBuilder {
         };
         let region = pool_memory(&config)?.shared(true).allocate()?;
         let pool = Pool::new(region, &PoolConfig { alignment: 4096, ..PoolConfig::default() })?;
-        let memory = engine.register(pool.region(), posthorse_core::Access::None)?;
+        let memory = register::register(&engine, &pool)?;
         let plane = ControlPlane::start(config.control_limits())?;
         let inner = Arc::new(Inner {
-            memory_id: memory.id(),
+            pool_range: memory.at(0),
             memory: Mutex::new(Some(memory)),
             copier: CopyPool::new(CopyPool::default_helpers())?,
             sources: Sources::default(),

@@ -163,7 +163,7 @@ impl Connector {
 impl Inner {
     /// Whether a buffer lies in the pool that consumers can reach.
     fn owns(&self, buffer: &ManagedBuffer) -> bool {
-        buffer.pool().view() == self.pool.view()
+        buffer.is_of(&self.pool)
     }
 
     /// A payload in the pool, as it is offered.

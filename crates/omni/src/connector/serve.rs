@@ -283,7 +283,7 @@ impl Inner {
             let (priority, route) = (Priority::Medium, Route::Auto);
             TransferRequest { opcode: Opcode::Write, local, remote, len, priority, route, group: 0 }
         };
-        let requests: Vec<_> = stored.ranges(self.memory_id).into_iter().map(request).collect();
+        let requests: Vec<_> = stored.ranges(self.pool_range).into_iter().map(request).collect();
         let mut batch = self.engine.batch();
         batch.submit(&requests, SubmitOptions { deadline, checksum: *checksum })?;
         let batch = Arc::new(batch);

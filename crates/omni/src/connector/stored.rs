@@ -11,7 +11,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use parking_lot::Mutex;
 use posthorse_buffer::{ManagedBuffer, SharedBuffer};
-use posthorse_core::{Access, Deadline, LocalRange, RegionId, Result};
+use posthorse_core::{Access, Deadline, LocalRange, Result};
 use posthorse_engine::{RegisteredMemory, TransferEngine};
 use posthorse_memory::ForeignMemory;
 
@@ -80,16 +80,16 @@ impl Stored {
         Self { len, home, manifest, is_fast_path, entry: None }
     }
 
-    /// The local memory of the payload, piece by piece. `pool` is the pool's region.
-    pub(super) fn ranges(&self, pool: RegionId) -> Vec<(LocalRange, u64)> {
-        let in_pool = |offset| LocalRange { region: pool, offset };
+    /// The local memory of the payload, piece by piece. `pool` is the pool's memory.
+    pub(super) fn ranges(&self, pool: LocalRange) -> Vec<(LocalRange, u64)> {
+        let in_pool = |offset| pool.advanced(offset);
         match &self.home {
             Home::Block(block) => vec![(in_pool(block.offset()), self.len)],
             Home::Pieces { block, pieces } => {
                 let block = block.as_ref().map_or(0, |block| block.offset());
                 let range = |place: &Place| match place {
                     Place::Block(offset) => in_pool(block + offset),
-                    Place::Source(source) => source.range(),
+                    Place::Source(source) => source.range,
                 };
                 pieces.iter().map(|piece| (range(&piece.place), piece.len)).collect()
             }
@@ -102,14 +102,8 @@ impl Stored {
 pub(super) struct Source {
     /// Taken when it is dropped.
     memory: Option<RegisteredMemory>,
+    range: LocalRange,
     bytes: Bytes,
-}
-
-impl Source {
-    fn range(&self) -> LocalRange {
-        let region = self.memory.as_ref().map_or(RegionId(u64::MAX), RegisteredMemory::id);
-        LocalRange { region, offset: 0 }
-    }
 }
 
 impl Drop for Source {
@@ -142,7 +136,8 @@ impl Sources {
         }
         // Two threads may come here with the same bytes: one of them is told of the overlap, and copies.
         let memory = engine.register(Arc::new(ForeignMemory::shared(bytes.clone())), Access::None)?;
-        let source = Arc::new(Source { memory: Some(memory), bytes: bytes.clone() });
+        let range = memory.at(0);
+        let source = Arc::new(Source { memory: Some(memory), range, bytes: bytes.clone() });
         let mut by_address = self.by_address.lock();
         if by_address.len() >= 1024 {
             by_address.retain(|_, source| source.strong_count() > 0);
