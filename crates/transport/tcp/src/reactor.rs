@@ -452,10 +452,12 @@ impl Reactor {
         }
         let timeout = self.shared.config.connect_timeout();
         self.greetings.retain(|_, (greeting, _)| greeting.age() < timeout);
+        let config = &self.shared.config;
+        let short = self.shared.connections.load(Ordering::Relaxed) >= config.max_connections;
         let judged: Vec<(u64, Error)> = self
             .served
             .iter_mut()
-            .filter_map(|(key, (serve, _))| serve.tick().err().map(|error| (*key, error)))
+            .filter_map(|(key, (serve, _))| serve.tick(config, short).err().map(|error| (*key, error)))
             .collect();
         for (key, error) in judged {
             self.drop_served(key, &error);

@@ -159,13 +159,15 @@ impl Serve {
         }
     }
 
-    /// Time has passed: is the peer there, and does it know that we are?
+    /// Time has passed: is the peer there, and does it know that we are? When connections are short, it has no more
+    /// time than our own liveness gives it, whatever it claims for itself.
     ///
     /// # Errors
     /// `PeerGone` when it is not.
-    pub(crate) fn tick(&mut self) -> Result<()> {
+    pub(crate) fn tick(&mut self, config: &TcpConfig, short: bool) -> Result<()> {
         self.silent_ticks += 1;
-        if self.silent_ticks > 3 && self.heard.elapsed() >= self.patience {
+        let patience = if short { config.liveness() } else { self.patience };
+        if self.silent_ticks > 3 && self.heard.elapsed() >= patience {
             return Err(Error::new(ErrorKind::PeerGone, "the peer was silent past the liveness time"));
         }
         // Bytes are coming in and no answer is due yet: the peer shall not take us for dead meanwhile.

@@ -10,9 +10,13 @@ use posthorse_tcp::TcpConfig;
 use crate::support::*;
 
 fn opening(lane: u16) -> Vec<u8> {
+    claiming(lane, 600)
+}
+
+fn claiming(lane: u16, liveness_ms: u64) -> Vec<u8> {
     let body = serde_json::json!({
         "hello": Hello::new(Features::NONE, None), "name": "hostile:1", "session": [1, 2], "lane": lane,
-        "class": "bulk", "liveness_ms": 600,
+        "class": "bulk", "liveness_ms": liveness_ms,
     })
     .to_string();
     let mut bytes = b"PSTHORSE".to_vec();
@@ -144,6 +148,29 @@ fn the_number_of_connections_is_bounded() {
     // Its places are given back as soon as the other side has seen it go.
     let until = std::time::Instant::now() + PATIENCE;
     while next.transport.connect(&there.desc, Deadline::after(PATIENCE)).is_err() {
+        assert!(std::time::Instant::now() < until);
+    }
+}
+
+#[test]
+fn silent_connections_make_room_however_long_a_silence_they_claim() {
+    let config = TcpConfig { max_connections: 8, liveness_ms: 400, ..local() };
+    let there = Node::with("there:1", config, Hello::new(Features::NONE, None));
+    let mut sockets: Vec<_> = (0..8)
+        .map(|lane| {
+            let mut socket = TcpStream::connect(("127.0.0.1", there.port())).unwrap();
+            socket.set_read_timeout(Some(PATIENCE)).unwrap();
+            socket.write_all(&claiming(lane, 3_600_000)).unwrap();
+            socket
+        })
+        .collect();
+    for socket in &mut sockets {
+        assert!(socket.read(&mut [0; 64]).unwrap() > 0, "it was welcomed");
+    }
+    let here = Node::new("here:1");
+    let until = std::time::Instant::now() + PATIENCE;
+    while let Err(error) = here.transport.connect(&there.desc, Deadline::after(PATIENCE)) {
+        assert_eq!(error.kind(), ErrorKind::LimitReached, "{error}");
         assert!(std::time::Instant::now() < until);
     }
 }
