@@ -21,7 +21,9 @@ impl AtWork {
         Self(std::marker::PhantomData)
     }
 
-    fn is_now() -> bool {
+    /// Whether this thread is at work. Then it must not wait for the work of others either, as they may wait for it.
+    #[must_use]
+    pub fn is_now() -> bool {
         AT_WORK.with(Cell::get) > 0
     }
 }

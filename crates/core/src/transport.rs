@@ -32,7 +32,8 @@ pub trait Transport: fmt::Debug + Send + Sync {
     /// Whatever keeps it from serving: an address in use, a device that is missing.
     fn start(&self, context: TransportContext) -> Result<Value>;
 
-    /// Ends every path and stops serving. Every slice has had its completion when this returns. Idempotent.
+    /// Ends every path and stops serving. Every slice has had its completion when this returns, save what is being
+    /// reported when this is called from within an event. Idempotent.
     fn stop(&self);
 
     /// Prepares a region for transfers, and returns what its buffer descriptor publishes.

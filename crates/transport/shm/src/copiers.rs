@@ -8,7 +8,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
-use posthorse_core::{Error, ErrorKind, PathId, RegionId, Result, Slice, TransportEvents};
+use posthorse_core::{AtWork, Error, ErrorKind, PathId, RegionId, Result, Slice, TransportEvents};
 
 use crate::config::ShmConfig;
 use crate::copy::copy_piece;
@@ -20,13 +20,13 @@ use crate::rendezvous::wire::{MapRequest, RegionReply};
 /// Small slices are copied several in one turn of a thread, up to this many.
 const PIECES: usize = 64;
 
-/// A region's file that arrived, to be mapped.
+/// What became of a request for a region, for a copy thread to see to.
 #[derive(Debug)]
 pub(crate) struct Arrival {
     pub(crate) link: Arc<Link>,
-    pub(crate) reply: RegionReply,
-    pub(crate) offset: u64,
-    pub(crate) file: OwnedFd,
+    pub(crate) request: MapRequest,
+    /// The file that arrived and where in it the region lies, to be mapped; or why none will.
+    pub(crate) lent: Result<(RegionReply, u64, OwnedFd)>,
 }
 
 #[derive(Debug)]
@@ -120,7 +120,8 @@ impl Copiers {
                 let _ = thread.join();
             }
         }
-        self.state.lock().arrivals.clear();
+        let arrivals = std::mem::take(&mut self.state.lock().arrivals);
+        drop(arrivals);
     }
 
     pub(crate) fn open(&self, path: PathId) {
@@ -132,8 +133,9 @@ impl Copiers {
         self.change(|state| state.jobs.push(link.id, slice, Arc::clone(link), waiting_for))
     }
 
-    /// Leaves a file to be mapped, which takes longer than the rendezvous should wait.
-    pub(crate) fn map(&self, arrival: Arrival) {
+    /// Leaves it to a copy thread: to map a file takes longer than the rendezvous should wait, and whoever finds out that
+    /// a slice fails may be where nothing can be reported.
+    pub(crate) fn arrived(&self, arrival: Arrival) {
         self.change(|state| state.arrivals.push(arrival));
     }
 
@@ -161,10 +163,12 @@ impl Copiers {
         self.report(|jobs, reports| jobs.close(path, error, reports));
     }
 
-    /// Waits until nothing of a closed path is being copied.
+    /// Waits until nothing of a closed path is being copied, and every end of a slice of it is reported. A thread that
+    /// is at work does not wait for reports: they may be its own, or of one that waits for it.
     pub(crate) fn await_idle(&self, path: PathId) {
+        let over: fn(&Jobs<_>, _) -> _ = if AtWork::is_now() { Jobs::is_quiet } else { Jobs::is_idle };
         let mut state = self.state.lock();
-        while !state.jobs.is_idle(path) {
+        while !over(&state.jobs, path) {
             self.idle.wait(&mut state);
         }
     }
@@ -219,6 +223,8 @@ impl Copiers {
         for path in reports.writable.drain(..) {
             self.events.writable(path);
         }
+        self.state.lock().jobs.reported(reports);
+        self.idle.notify_all();
     }
 
     fn run(&self) {
@@ -226,8 +232,9 @@ impl Copiers {
         loop {
             match self.next(&mut turn) {
                 Next::Stop => return,
-                Next::Map(Arrival { link, reply, offset, file }) => {
-                    link.arrived(reply.request, RemoteRegion::map(&reply, offset, file));
+                Next::Map(Arrival { link, request, lent }) => {
+                    let map = |(reply, offset, file)| RemoteRegion::map(&reply, offset, file);
+                    link.arrived(request, lent.and_then(map));
                 }
                 Next::Copy => self.copy(&mut turn),
             }
@@ -282,7 +289,8 @@ impl Copiers {
         }
     }
 
-    /// Copies the pieces of a turn, and reports what has ended by that.
+    /// Copies the pieces of a turn, and reports what has ended by that: then this thread touches nothing any more, and
+    /// nobody waits for it who might be called.
     fn copy(&self, turn: &mut Turn) {
         let Turn { pieces, results, reports } = turn;
         // SAFETY: whoever submitted the slice keeps its local memory until the completion, which follows.
@@ -297,14 +305,9 @@ impl Copiers {
                 state.jobs.finish(piece, result, reports);
             }
         });
-        self.send(reports);
-        {
-            let mut state = self.state.lock();
-            for piece in pieces.drain(..) {
-                state.jobs.reported(&piece);
-            }
-        }
+        pieces.clear();
         self.idle.notify_all();
+        self.send(reports);
     }
 }
 

@@ -71,37 +71,61 @@ enum Verdict {
 /// # Safety
 /// As [`posthorse_core::Transport::submit`].
 pub(crate) unsafe fn submit(link: &Arc<Link>, slices: &[Slice], inline_bytes: usize) -> Result<usize> {
-    let inside = link.enter()?;
-    let mut announced = None;
+    let mut rest = slices;
     let mut budget = inline_bytes as u64;
     let mut done: Vec<Completion> = Vec::with_capacity(slices.len().min(REPORT));
-    let mut taken = 0;
-    for slice in slices {
+    loop {
+        let inside = match link.enter() {
+            Ok(inside) => inside,
+            Err(error) if rest.len() == slices.len() => return Err(error),
+            // It went down while the slices before were reported.
+            Err(_) => break,
+        };
         // SAFETY: the caller's promise.
-        match unsafe { one(link, slice, budget, &mut announced) } {
+        let has_room = unsafe { take_some(link, &mut rest, &mut budget, &mut done) };
+        if !done.is_empty() {
+            // No longer inside and with nothing announced, as whoever is told may wait for both.
+            let reporting = inside.report();
+            link.events().completed(&done);
+            done.clear();
+            drop(reporting);
+        }
+        if rest.is_empty() || !has_room {
+            break;
+        }
+    }
+    Ok(slices.len() - rest.len())
+}
+
+/// Takes slices off `rest` until as many have ended as are reported at once. False when the queue has no room.
+///
+/// # Safety
+/// As [`copy_piece`].
+unsafe fn take_some(
+    link: &Arc<Link>,
+    rest: &mut &[Slice],
+    budget: &mut u64,
+    done: &mut Vec<Completion>,
+) -> bool {
+    let mut announced = None;
+    while let Some((slice, others)) = rest.split_first()
+        && done.len() < REPORT
+    {
+        // SAFETY: the caller's promise.
+        match unsafe { one(link, slice, *budget, &mut announced) } {
             Verdict::Over(result) => {
-                budget = budget.saturating_sub(slice.local.len());
+                *budget = budget.saturating_sub(slice.local.len());
                 done.push(result.map_or_else(|error| failure(slice.token, error), |()| success(slice.token)));
-                if done.len() == REPORT {
-                    link.events().completed(&done);
-                    done.clear();
-                }
             }
             Verdict::Queue(wanted) => match link.enqueue(slice, wanted) {
                 Push::Taken => {}
                 // A path that is closed meanwhile has room for nothing; the next call says why.
-                Push::Full | Push::Closed => break,
+                Push::Full | Push::Closed => return false,
             },
         }
-        taken += 1;
+        *rest = others;
     }
-    drop(announced);
-    if !done.is_empty() {
-        link.events().completed(&done);
-    }
-    // Last: whoever closes the path waits until these are reported.
-    drop(inside);
-    Ok(taken)
+    true
 }
 
 /// # Safety

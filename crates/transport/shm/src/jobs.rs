@@ -42,7 +42,10 @@ struct Job<T> {
 #[derive(Debug, Default)]
 struct Load {
     queued: u32,
+    /// Pieces that are being copied.
     active: u32,
+    /// Slices that have ended and are not reported yet.
+    unreported: u32,
     /// Fewer slices were taken than offered.
     starved: bool,
     closed: bool,
@@ -53,6 +56,8 @@ struct Load {
 pub(crate) struct Reports {
     pub(crate) completions: Vec<Completion>,
     pub(crate) writable: Vec<PathId>,
+    /// How many of the completions are of which path: for [`Jobs::reported`].
+    of: Vec<(PathId, u32)>,
 }
 
 /// What became of a slice that was offered.
@@ -180,6 +185,9 @@ impl<T: Clone> Jobs<T> {
     pub(crate) fn finish(&mut self, piece: &Piece<T>, result: Result<(), Error>, reports: &mut Reports) {
         let Some(job) = self.slab.get_mut(piece.job).and_then(Option::as_mut) else { return };
         job.active -= 1;
+        if let Some(load) = self.paths.get_mut(&piece.path) {
+            load.active -= 1;
+        }
         if let Err(error) = result {
             if job.next < job.slice.local.len() {
                 self.ready[rank(job.slice.priority)].retain(|index| *index != piece.job);
@@ -189,12 +197,14 @@ impl<T: Clone> Jobs<T> {
         self.complete_if_over(piece.job, reports);
     }
 
-    /// What [`Jobs::finish`] gave for this piece has been reported.
-    pub(crate) fn reported(&mut self, piece: &Piece<T>) {
-        if let Some(load) = self.paths.get_mut(&piece.path) {
-            load.active -= 1;
+    /// These completions have been reported.
+    pub(crate) fn reported(&mut self, reports: &mut Reports) {
+        for (path, count) in reports.of.drain(..) {
+            if let Some(load) = self.paths.get_mut(&path) {
+                load.unreported -= count;
+            }
+            self.forget_if_idle(path);
         }
-        self.forget_if_idle(piece.path);
     }
 
     /// A region was mapped: the slices that waited for it are ready.
@@ -239,9 +249,14 @@ impl<T: Clone> Jobs<T> {
         self.forget_if_idle(path);
     }
 
-    /// Whether a closed path has nothing under way, or unreported, any more.
-    pub(crate) fn is_idle(&self, path: PathId) -> bool {
+    /// Whether nothing of a closed path is being copied any more.
+    pub(crate) fn is_quiet(&self, path: PathId) -> bool {
         self.paths.get(&path).is_none_or(|load| load.active == 0)
+    }
+
+    /// Whether a closed path is quiet, and every end of a slice of it is reported.
+    pub(crate) fn is_idle(&self, path: PathId) -> bool {
+        self.paths.get(&path).is_none_or(|load| load.active == 0 && load.unreported == 0)
     }
 
     fn call_off_where(&mut self, which: impl Fn(&Job<T>) -> bool, error: &Error, reports: &mut Reports) {
@@ -274,16 +289,21 @@ impl<T: Clone> Jobs<T> {
         reports.completions.push(job.error.map_or_else(|| success(token), |error| failure(token, error)));
         if let Some(load) = self.paths.get_mut(&job.path) {
             load.queued -= 1;
+            load.unreported += 1;
             if load.starved && load.queued <= self.limit / 2 {
                 load.starved = false;
                 reports.writable.push(job.path);
             }
         }
-        self.forget_if_idle(job.path);
+        match reports.of.last_mut() {
+            Some((path, count)) if *path == job.path => *count += 1,
+            _ => reports.of.push((job.path, 1)),
+        }
     }
 
     fn forget_if_idle(&mut self, path: PathId) {
-        if self.paths.get(&path).is_some_and(|load| load.closed && load.queued == 0 && load.active == 0) {
+        let is_over = |load: &Load| load.closed && load.queued == 0 && load.unreported == 0;
+        if self.paths.get(&path).is_some_and(is_over) {
             self.paths.remove(&path);
         }
     }
@@ -411,13 +431,15 @@ mod tests {
         let mut reports = Reports::default();
         jobs.close(PATH, &error(ErrorKind::Flushed), &mut reports);
         assert_eq!(kinds(&reports), [(2, Some(ErrorKind::Flushed))]);
-        assert!(!jobs.is_idle(PATH));
+        jobs.reported(&mut reports);
+        assert!(!jobs.is_quiet(PATH) && !jobs.is_idle(PATH));
         assert_eq!(jobs.push(PATH, &slice(3, 1, Priority::Medium), (), None), Push::Closed);
         assert!(take(&mut jobs).is_empty());
         jobs.finish(&first[0], Ok(()), &mut reports);
         assert_eq!(kinds(&reports), [(2, Some(ErrorKind::Flushed)), (1, Some(ErrorKind::Flushed))]);
+        assert!(jobs.is_quiet(PATH));
         assert!(!jobs.is_idle(PATH), "it is not reported yet");
-        jobs.reported(&first[0]);
+        jobs.reported(&mut reports);
         assert!(jobs.is_idle(PATH) && jobs.paths.is_empty());
     }
 
@@ -471,7 +493,6 @@ mod tests {
                         let piece = out.swap_remove(which % out.len());
                         let result = if fails { Err(error(ErrorKind::Corrupt)) } else { Ok(()) };
                         jobs.finish(&piece, result, &mut reports);
-                        jobs.reported(&piece);
                     }
                     Step::Finish(..) => {}
                     Step::Release => jobs.release(PATH, WANTED.region, true),
@@ -487,12 +508,14 @@ mod tests {
             jobs.close(PATH, &error(ErrorKind::Flushed), &mut reports);
             for piece in out {
                 jobs.finish(&piece, Ok(()), &mut reports);
-                jobs.reported(&piece);
             }
+            prop_assert!(jobs.is_quiet(PATH));
+            prop_assert_eq!(jobs.is_idle(PATH), taken == 0);
+            jobs.reported(&mut reports);
             let mut ended: Vec<_> = reports.completions.iter().map(|done| done.token).collect();
             ended.sort_unstable();
             prop_assert_eq!(ended, (0..taken).collect::<Vec<_>>());
-            prop_assert!(jobs.is_idle(PATH));
+            prop_assert!(jobs.is_idle(PATH) && jobs.paths.is_empty());
         }
     }
 }

@@ -7,6 +7,8 @@ mod config;
 mod copiers;
 #[cfg(not(loom))]
 mod copy;
+#[cfg(not(loom))]
+mod events;
 #[cfg(all(not(loom), any(test, feature = "fuzzing")))]
 #[doc(hidden)]
 pub mod fuzzing;

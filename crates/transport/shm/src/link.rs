@@ -4,13 +4,14 @@ use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, RwLock};
 use posthorse_core::{
-    Completion, Deadline, Error, ErrorKind, PathId, PathState, RegionId, Result, Slice, TransportEvents,
+    AtWork, Completion, Deadline, Error, ErrorKind, PathId, PathState, RegionId, Result, Slice,
+    TransportEvents,
 };
 use rustix::io::Errno;
 use rustix::net::{Shutdown, shutdown};
@@ -26,6 +27,8 @@ use crate::rendezvous::wire::{MAX_NOTIFICATION, MapRequest, RegionReply, Request
 use crate::slots::Slots;
 use crate::table::{PeerHash, PeerTable};
 
+/// What a thread counts for that does nothing but report, in [`Link::inside`].
+const REPORTING: u64 = 1 << 32;
 /// Notifications that the peer has not acknowledged.
 const MAX_UNACKNOWLEDGED: usize = 1024;
 
@@ -62,8 +65,8 @@ pub(crate) struct Link {
     /// Tokens of notifications that the peer has not acknowledged.
     notifications: Mutex<VecDeque<u64>>,
     up: AtomicBool,
-    /// Threads inside of `submit`.
-    inside: AtomicU32,
+    /// Threads that are inside, and by [`REPORTING`] those that report what came of it.
+    inside: AtomicU64,
 }
 
 /// Regions that were asked for and are not here yet.
@@ -73,9 +76,31 @@ struct Pending {
     waiters: Vec<(MapRequest, SyncSender<Result<()>>)>,
 }
 
-/// A thread inside of `submit`: closing the path waits for it.
+/// A thread inside of `submit` or the like, which may touch memory: closing the path waits for it.
 #[derive(Debug)]
 pub(crate) struct Inside<'a>(&'a Link);
+
+/// A thread that reports, and touches nothing any more: closing the path waits for it, unless it is done from within
+/// an event.
+#[derive(Debug)]
+pub(crate) struct Reporting<'a>(&'a Link);
+
+impl<'a> Inside<'a> {
+    /// Reports from here on.
+    pub(crate) fn report(self) -> Reporting<'a> {
+        let link = self.0;
+        std::mem::forget(self);
+        // In one go, so that whoever closes the path never sees neither.
+        link.inside.fetch_add(REPORTING - 1, Ordering::SeqCst);
+        Reporting(link)
+    }
+}
+
+impl Drop for Reporting<'_> {
+    fn drop(&mut self) {
+        self.0.inside.fetch_sub(REPORTING, Ordering::Release);
+    }
+}
 
 impl Drop for Inside<'_> {
     fn drop(&mut self) {
@@ -97,7 +122,7 @@ impl Link {
             pending: Mutex::default(),
             notifications: Mutex::default(),
             up: AtomicBool::new(true),
-            inside: AtomicU32::new(0),
+            inside: AtomicU64::new(0),
         })
     }
 
@@ -131,6 +156,11 @@ impl Link {
         if self.up.load(Ordering::SeqCst) { Ok(inside) } else { Err(self.down()) }
     }
 
+    fn report(&self) -> Reporting<'_> {
+        self.inside.fetch_add(REPORTING, Ordering::SeqCst);
+        Reporting(self)
+    }
+
     /// A region, if it is here, and can be written if `write` says so.
     pub(crate) fn region(&self, wanted: MapRequest) -> Option<Arc<RemoteRegion>> {
         self.regions.read().get(&wanted.region).filter(|region| region.writable() || !wanted.write).cloned()
@@ -158,7 +188,7 @@ impl Link {
     }
 
     /// Waits until a region is here.
-    pub(crate) fn await_region(&self, wanted: MapRequest) -> Result<Arc<RemoteRegion>> {
+    pub(crate) fn await_region(self: &Arc<Self>, wanted: MapRequest) -> Result<Arc<RemoteRegion>> {
         let (arrived, ask) = {
             let mut pending = self.pending.lock();
             if let Some(region) = self.region(wanted) {
@@ -184,9 +214,11 @@ impl Link {
         })
     }
 
-    fn ask(&self, wanted: MapRequest) {
+    fn ask(self: &Arc<Self>, wanted: MapRequest) {
         if let Err(error) = send(&self.met.socket, &Request::Map(wanted).encode(), &[]) {
-            self.refuse(wanted, &self.send_error(error));
+            // Not reported here: this thread is inside, and may have announced a grant.
+            let lent = Err(self.send_error(error));
+            self.around.copiers.arrived(Arrival { link: Arc::clone(self), request: wanted, lent });
         }
     }
 
@@ -282,6 +314,7 @@ impl Link {
     /// Ends everything on the path for this reason. Pieces that are being copied right now report when they are
     /// done. False when the path was down already.
     pub(crate) fn close(&self, error: &Error) -> bool {
+        let _reporting = self.report();
         if !self.up.swap(false, Ordering::SeqCst) {
             return false;
         }
@@ -305,10 +338,13 @@ impl Link {
         true
     }
 
-    /// Waits until nothing of a closed path is being copied: at most one piece a thread.
+    /// Waits until nothing of a closed path is being copied: at most one piece a thread. Also until what came of it is
+    /// reported, unless this thread is at work: see [`Copiers::await_idle`].
     pub(crate) fn await_quiet(&self) {
         self.around.copiers.await_idle(self.id);
-        let _ = wait_until(Deadline::NEVER, "submitting threads", || self.inside.load(Ordering::SeqCst) == 0);
+        let awaited = if AtWork::is_now() { REPORTING - 1 } else { u64::MAX };
+        let left = || self.inside.load(Ordering::SeqCst) & awaited == 0;
+        let _ = wait_until(Deadline::NEVER, "submitting threads", left);
     }
 
     fn handle(self: &Arc<Self>, packet: Packet<'_>) -> Result<()> {
@@ -327,6 +363,7 @@ impl Link {
                 drop(region);
             }
             ToClient::Notified { token, refusal } => {
+                let _reporting = self.report();
                 if self.take_notification(token) {
                     let done = refusal.map_or_else(
                         || success(token),
@@ -345,7 +382,8 @@ impl Link {
     fn region_reply(self: &Arc<Self>, reply: RegionReply, file: Option<OwnedFd>) {
         match (reply.offset, file, &self.met.process) {
             (Some(offset), Some(file), _) => {
-                self.around.copiers.map(Arrival { link: Arc::clone(self), reply, offset, file });
+                let (request, lent) = (reply.request, Ok((reply, offset, file)));
+                self.around.copiers.arrived(Arrival { link: Arc::clone(self), request, lent });
             }
             (None, None, Ok(pid)) => self.arrived(reply.request, Ok(RemoteRegion::in_process(&reply, *pid))),
             (None, None, Err(error)) => {

@@ -9,6 +9,7 @@ use parking_lot::{Mutex, RwLock};
 use posthorse_core::{
     Capabilities, Deadline, Error, ErrorKind, Grant, GrantDesc, GrantToken, HostView, Level, Path, PathId,
     PathState, Region, RegionId, RegisteredRegion, Result, SegmentDesc, Slice, Transport, TransportContext,
+    TransportEvents,
 };
 use posthorse_memory::ForkGuard;
 use rustix::process::Pid;
@@ -17,6 +18,7 @@ use serde_json::{Value, json};
 use crate::config::ShmConfig;
 use crate::copiers::Copiers;
 use crate::copy;
+use crate::events::Events;
 use crate::lease::lease;
 use crate::link::{Link, Met, Surroundings};
 use crate::owner::Owner;
@@ -231,7 +233,7 @@ impl Transport for ShmTransport {
             nonce: random_name()?,
             host_id: config.host_id.clone(),
         };
-        let events = Arc::clone(&context.events);
+        let events: Arc<dyn TransportEvents> = Arc::new(Events(Arc::clone(&context.events)));
         let copiers = Copiers::start(config, Arc::clone(&events))?;
         let tick = (config.liveness() / 4).clamp(Duration::from_millis(5), Duration::from_millis(500));
         let reactor = Reactor::start(tick).inspect_err(|_| copiers.stop())?;

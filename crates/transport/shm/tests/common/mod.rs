@@ -2,7 +2,8 @@
 
 #![allow(dead_code)]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
+use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
@@ -28,6 +29,16 @@ pub(crate) struct Recorder {
     seen: Mutex<Seen>,
     changed: Condvar,
     refuse_notifications: std::sync::atomic::AtomicBool,
+    wakers: Mutex<VecDeque<Waker>>,
+}
+
+/// Something to be called from within an event.
+struct Waker(Box<dyn FnOnce() + Send>);
+
+impl fmt::Debug for Waker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Waker")
+    }
 }
 
 #[derive(Debug, Default)]
@@ -46,6 +57,11 @@ impl Recorder {
 
     pub(crate) fn refuse_notifications(&self) {
         self.refuse_notifications.store(true, Ordering::Relaxed);
+    }
+
+    /// Has the next report of completions that no other waker is for call `waker`, on whichever thread it comes.
+    pub(crate) fn wake(&self, waker: impl FnOnce() + Send + 'static) {
+        self.wakers.lock().unwrap().push_back(Waker(Box::new(waker)));
     }
 
     /// Waits until `what` finds something.
@@ -81,7 +97,12 @@ impl Recorder {
 
 impl TransportEvents for Recorder {
     fn completed(&self, completions: &[Completion]) {
+        // Before, as whoever sees these completions may have a waker for the next.
+        let waker = self.wakers.lock().unwrap().pop_front();
         self.note(|seen| seen.completions.extend_from_slice(completions));
+        if let Some(Waker(waker)) = waker {
+            waker();
+        }
     }
 
     fn writable(&self, path: PathId) {
