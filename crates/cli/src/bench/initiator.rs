@@ -14,7 +14,7 @@ use super::SPIN;
 use super::end::End;
 use super::grid::{Grid, Op, ROUNDS, Transport};
 use super::limits::{Areas, Limit, MemoryLimit, StreamLimit};
-use super::meter::{Latencies, Meter, Round};
+use super::meter::{Latencies, Meter, Round, Span};
 use super::row::{Cell, Row, RowFile, progress, render};
 use super::target::{Answer, Ask, Connection, strange};
 use crate::outcome::{Failure, Outcome, print};
@@ -284,14 +284,6 @@ impl Shape<'_> {
     }
 }
 
-/// What one thread did in a round.
-struct Span {
-    begin: Instant,
-    end: Instant,
-    bytes: u64,
-    latencies: Latencies,
-}
-
 /// A round of as many threads as there are cursors, each with its own part of the memory.
 fn run_threads(shape: &Shape<'_>, part: u64, cursors: &mut [u64], duration: Duration) -> Outcome<Round> {
     let barrier = Barrier::new(cursors.len());
@@ -308,18 +300,7 @@ fn run_threads(shape: &Shape<'_>, part: u64, cursors: &mut [u64], duration: Dura
             .collect();
         threads.into_iter().map(|thread| thread.join()).collect()
     });
-    let mut round = Round { bytes: 0, elapsed: Duration::ZERO, latencies: Latencies::new() };
-    let mut ends: Option<(Instant, Instant)> = None;
-    for span in spans {
-        let ended = |_| Error::new(ErrorKind::Internal, "a thread of the bench has panicked");
-        let span = span.map_err(ended)??;
-        round.bytes += span.bytes;
-        round.latencies.merge(&span.latencies);
-        let (begin, end) = ends.unwrap_or((span.begin, span.end));
-        ends = Some((begin.min(span.begin), end.max(span.end)));
-    }
-    if let Some((begin, end)) = ends {
-        round.elapsed = end.duration_since(begin);
-    }
-    Ok(round)
+    let ended = |_| Error::new(ErrorKind::Internal, "a thread of the bench has panicked");
+    let spans = spans.into_iter().map(|span| span.map_err(ended)?).collect::<Result<Vec<_>, Error>>()?;
+    Ok(Round::of(spans))
 }

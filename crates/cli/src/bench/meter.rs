@@ -1,6 +1,6 @@
 //! What is measured, round by round.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
 
@@ -27,6 +27,34 @@ pub(crate) struct Round {
     pub(crate) elapsed: Duration,
     /// Of its batches.
     pub(crate) latencies: Latencies,
+}
+
+/// What one thread did in a round.
+#[derive(Debug, Clone)]
+pub(crate) struct Span {
+    pub(crate) begin: Instant,
+    pub(crate) end: Instant,
+    /// Bytes moved.
+    pub(crate) bytes: u64,
+    pub(crate) latencies: Latencies,
+}
+
+impl Round {
+    /// A round of threads that worked side by side.
+    pub(crate) fn of(spans: impl IntoIterator<Item = Span>) -> Self {
+        let mut round = Self { bytes: 0, elapsed: Duration::ZERO, latencies: Latencies::new() };
+        let mut ends: Option<(Instant, Instant)> = None;
+        for span in spans {
+            round.bytes += span.bytes;
+            round.latencies.merge(&span.latencies);
+            let (begin, end) = ends.unwrap_or((span.begin, span.end));
+            ends = Some((begin.min(span.begin), end.max(span.end)));
+        }
+        if let Some((begin, end)) = ends {
+            round.elapsed = end.duration_since(begin);
+        }
+        round
+    }
 }
 
 impl Meter {

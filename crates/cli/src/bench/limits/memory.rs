@@ -1,10 +1,11 @@
 //! What copying within this host's memory can reach: `memcpy` and non-temporal stores, by one thread and by two.
 
+use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use super::Limit;
 use super::nontemporal;
-use crate::bench::meter::{Latencies, Meter, Round};
+use crate::bench::meter::{Latencies, Meter, Round, Span};
 
 /// Two areas to copy between, both populated.
 #[derive(Debug)]
@@ -105,17 +106,21 @@ impl Candidate {
         let way = self.way;
         let sources = areas.source.chunks_exact(part);
         let targets = areas.target.chunks_exact_mut(part);
-        let begin = Instant::now();
-        let results: Vec<(u64, Duration, Latencies)> = std::thread::scope(|scope| {
+        // As with what is measured, the clock starts when all threads are there.
+        let barrier = Barrier::new(self.cursors.len());
+        let spans: Vec<Span> = std::thread::scope(|scope| {
             let threads: Vec<_> = self
                 .cursors
                 .iter_mut()
                 .zip(sources.zip(targets))
                 .map(|(cursor, (source, target))| {
+                    let barrier = &barrier;
                     scope.spawn(move || {
                         let mut latencies = Latencies::new();
                         let mut bytes = 0;
-                        let mut now = Instant::now();
+                        barrier.wait();
+                        let begin = Instant::now();
+                        let mut now = begin;
                         while bytes == 0 || now.duration_since(begin) < duration {
                             for _ in 0..batch {
                                 if *cursor + block > part {
@@ -130,19 +135,13 @@ impl Candidate {
                             latencies.record(after.duration_since(now));
                             now = after;
                         }
-                        (bytes, now.duration_since(begin), latencies)
+                        Span { begin, end: now, bytes, latencies }
                     })
                 })
                 .collect();
             threads.into_iter().filter_map(|thread| thread.join().ok()).collect()
         });
-        let mut round = Round { bytes: 0, elapsed: Duration::ZERO, latencies: Latencies::new() };
-        for (bytes, elapsed, latencies) in &results {
-            round.bytes += bytes;
-            round.elapsed = round.elapsed.max(*elapsed);
-            round.latencies.merge(latencies);
-        }
-        Some(round)
+        Some(Round::of(spans))
     }
 }
 
