@@ -21,6 +21,20 @@ fn hello() -> Hello {
     Hello::new(Features::NONE, None)
 }
 
+/// A WRITE of the first node that the second does not hear of, and its path.
+fn written_to_silence() -> ([Node; 2], Relay, PathId, Slice) {
+    let here = Node::with("here:1", lively(300), hello());
+    let there = Node::new("there:1");
+    let relay = Relay::to(there.port());
+    let path = here.connect(&relay.instead_of(&there.desc));
+    let memory = Memory::new(4096);
+    let (_, token) = there.publish(memory, Access::ReadWrite);
+    relay.silence_for_ever();
+    let slice = write(memory.part(0, 64), memory.address(), token);
+    here.submit_all(path, &[slice]);
+    ([here, there], relay, path, slice)
+}
+
 #[test]
 fn connections_reset_in_the_middle_are_made_again_and_nothing_is_lost() {
     let (here, there) = (Node::with("here:1", persistent(), hello()), Node::new("there:1"));
@@ -167,30 +181,14 @@ fn a_fence_ends_every_slice_and_confirms_the_far_end() {
 
 #[test]
 fn a_fence_that_the_peer_does_not_confirm_says_so() {
-    let here = Node::with("here:1", lively(300), hello());
-    let there = Node::new("there:1");
-    let relay = Relay::to(there.port());
-    let path = here.connect(&relay.instead_of(&there.desc));
-    let memory = Memory::new(4096);
-    let (_, token) = there.publish(memory, Access::ReadWrite);
-    relay.silence_for_ever();
-    let slice = write(memory.part(0, 64), memory.address(), token);
-    here.submit_all(path, &[slice]);
+    let ([here, _there], _relay, path, slice) = written_to_silence();
     here.transport.fence(path);
     assert_eq!(here.events.error(slice.token), (ErrorKind::Flushed, FarEnd::Unconfirmed));
 }
 
 #[test]
 fn memory_is_held_until_the_lanes_of_a_disconnected_path_have_ended() {
-    let here = Node::with("here:1", lively(300), hello());
-    let there = Node::new("there:1");
-    let relay = Relay::to(there.port());
-    let path = here.connect(&relay.instead_of(&there.desc));
-    let memory = Memory::new(4096);
-    let (_, token) = there.publish(memory, Access::ReadWrite);
-    relay.silence_for_ever();
-    let slice = write(memory.part(0, 64), memory.address(), token);
-    here.submit_all(path, &[slice]);
+    let ([here, _there], _relay, path, slice) = written_to_silence();
     here.transport.disconnect(path);
     let held = here.transport.unregister(slice.local_region, Deadline::after(Duration::ZERO)).unwrap_err();
     assert_eq!(held.kind(), ErrorKind::DeadlineExceeded);
