@@ -12,6 +12,7 @@ use posthorse_core::{
     TransportEvents,
 };
 use posthorse_memory::ForkGuard;
+use rustix::io::Errno;
 use rustix::process::Pid;
 use serde_json::{Value, json};
 
@@ -115,8 +116,11 @@ impl ShmTransport {
             nonce: published.nonce.clone(),
             host_id: self.config.host_id.clone(),
         });
-        send(&socket, &hello.encode(), &[])
-            .map_err(|error| Error::os("sending on the rendezvous socket", &error.into()))?;
+        match send(&socket, &hello.encode(), &[]) {
+            // Refused before it was sent, as the answer says.
+            Ok(()) | Err(Errno::PIPE) => {}
+            Err(error) => return Err(Error::os("sending on the rendezvous socket", &error.into())),
+        }
         let mut buffer = PacketBuffer::new();
         let Packet { bytes, fds } = buffer.receive_by(&socket, deadline)?;
         if bytes.is_empty() {

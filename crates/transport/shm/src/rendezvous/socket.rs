@@ -280,9 +280,10 @@ impl PacketBuffer {
         let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
         let received = loop {
             match recvmsg(&socket, &mut [IoSliceMut::new(&mut self.0)], &mut control, flags) {
-                Err(Errno::INTR) => {}
+                // The peer has closed its end without having read all of what we sent: it is said once, and what the
+                // peer sent before is still there.
+                Err(Errno::INTR | Errno::CONNRESET) => {}
                 Err(Errno::AGAIN) => return Ok(None),
-                Err(Errno::CONNRESET) => return Ok(Some(Packet { bytes: &[], fds: Vec::new() })),
                 Err(error) => return Err(Error::os("receiving from the rendezvous socket", &error.into())),
                 Ok(received) => break received,
             }
@@ -349,6 +350,27 @@ mod tests {
         drop(client);
         assert!(buffer.receive_by(&server, soon()).unwrap().bytes.is_empty());
         assert_eq!(send(&server, b"x", &[]), Err(Errno::PIPE));
+    }
+
+    #[test]
+    fn what_was_said_before_the_end_is_heard() {
+        let listener = Listener::bind(None).unwrap();
+        for sends_before in [true, false] {
+            let client = connect_to(listener.address(), soon()).unwrap();
+            let hello = || send(&client, b"hello", &[]);
+            if sends_before {
+                hello().unwrap();
+            }
+            let server = listener.accept().unwrap().unwrap();
+            send(&server, b"refused", &[]).unwrap();
+            drop(server);
+            if !sends_before {
+                assert_eq!(hello(), Err(Errno::PIPE));
+            }
+            let mut buffer = PacketBuffer::new();
+            assert_eq!(buffer.receive_by(&client, soon()).unwrap().bytes, b"refused");
+            assert!(buffer.receive_by(&client, soon()).unwrap().bytes.is_empty());
+        }
     }
 
     #[test]
