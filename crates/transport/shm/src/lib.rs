@@ -2,6 +2,8 @@
 
 // Under the model checker only what synchronises is built, with its atomics.
 #[cfg(not(loom))]
+mod client;
+#[cfg(not(loom))]
 mod config;
 #[cfg(not(loom))]
 mod copiers;

@@ -318,6 +318,8 @@ impl Link {
         if !self.up.swap(false, Ordering::SeqCst) {
             return false;
         }
+        // Before the peer hears of it, which then waits for what is announced already, and for nothing else.
+        self.met.slots.close();
         self.around.copiers.close(self.id, error);
         let tokens = std::mem::take(&mut *self.notifications.lock());
         let failed: Vec<Completion> = tokens.into_iter().map(|token| failure(token, error.clone())).collect();

@@ -12,36 +12,9 @@ use posthorse_core::{
     Result,
 };
 
-use crate::slots::ClientSlots;
+use crate::client::Client;
 use crate::table::{Key, PeerHash, Table, Terms};
 use crate::words::reopen_read_only;
-
-/// One connected client, as far as fencing is concerned.
-#[derive(Debug)]
-pub(crate) struct Client {
-    slots: ClientSlots,
-    gone: AtomicBool,
-}
-
-impl Client {
-    pub(crate) fn new(slots: ClientSlots) -> Arc<Self> {
-        Arc::new(Self { slots, gone: AtomicBool::new(false) })
-    }
-
-    /// Its process has ended: nothing it announced counts any more.
-    pub(crate) fn has_died(&self) {
-        self.gone.store(true, Ordering::Release);
-    }
-
-    /// Whether it touches nothing, and so may be forgotten if it said goodbye.
-    pub(crate) fn is_quiet(&self) -> bool {
-        self.gone.load(Ordering::Acquire) || self.slots.are_clear()
-    }
-
-    fn holds(&self, key: Key) -> bool {
-        self.slots.holds(key) && !self.gone.load(Ordering::Acquire)
-    }
-}
 
 #[derive(Debug)]
 struct Owned {
@@ -109,9 +82,24 @@ impl Owner {
         self.clients.write().push(Arc::clone(client));
     }
 
-    /// Forgets a client that is quiet.
-    pub(crate) fn remove_client(&self, client: &Arc<Client>) {
-        self.clients.write().retain(|other| !Arc::ptr_eq(other, client));
+    /// Forgets the clients that were let go and are over.
+    pub(crate) fn forget_gone(&self) {
+        let mut gone = self.let_go();
+        // Not under the lock, as it takes system calls.
+        gone.retain(|client| client.is_over());
+        if !gone.is_empty() {
+            self.clients.write().retain(|client| !gone.iter().any(|gone| Arc::ptr_eq(gone, client)));
+        }
+    }
+
+    /// The clients that were let go and are not known to be over.
+    pub(crate) fn let_go(&self) -> Vec<Arc<Client>> {
+        self.clients.read().iter().filter(|client| client.is_let_go()).map(Arc::clone).collect()
+    }
+
+    #[cfg(test)]
+    pub(crate) fn clients(&self) -> usize {
+        self.clients.read().len()
     }
 
     pub(crate) fn register(&self, region: &RegisteredRegion) -> Result<()> {
@@ -224,6 +212,7 @@ impl Owner {
 
     /// Grants can be used again.
     pub(crate) fn begin(&self) {
+        self.forget_gone();
         self.stopping.store(false, Ordering::Relaxed);
         self.table.set_stopping(false);
     }

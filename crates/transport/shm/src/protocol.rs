@@ -6,13 +6,16 @@
 //! sequentially consistent fence between them (Dekker's pattern): either the peer sees the grant dead, or the
 //! owner sees the slot.
 //!
+//! A peer that leaves does so the same way: it notes that it has left, and then says goodbye. Its threads look for the
+//! note after they have announced. So either such a thread sees the note, or whoever has heard the goodbye sees the slot.
+//!
 //! Loads of the state are relaxed and followed by a fence, because the peer's mapping of the table is
 //! read-only, and relaxed loads are what Rust guarantees to work there.
 
 #[cfg(all(test, loom))]
-use loom::sync::atomic::{AtomicU64, Ordering, fence};
+use loom::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 #[cfg(not(all(test, loom)))]
-use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 
 /// The word of a free slot, and of an entry that is not live.
 pub(crate) const NONE: u64 = 0;
@@ -34,6 +37,17 @@ pub(crate) fn announce(slot: &AtomicU64, state: &AtomicU64, key: u64) -> bool {
 /// Ends what was announced: whatever the peer wrote under it is seen by an owner that finds the slot clear.
 pub(crate) fn clear(slot: &AtomicU64) {
     slot.store(NONE, Ordering::Release);
+}
+
+/// Notes in `left` that this peer touches nothing from now on that it has not announced before.
+pub(crate) fn leave(left: &AtomicBool) {
+    left.store(true, Ordering::Release);
+    fence(Ordering::SeqCst);
+}
+
+/// Whether the peer has left: to be asked after [`announce`], by whose fence a no means that the slot is seen.
+pub(crate) fn has_left(left: &AtomicBool) -> bool {
+    left.load(Ordering::Relaxed)
 }
 
 /// Makes the entry live, with everything that was stored into it before.
@@ -107,6 +121,50 @@ mod model {
             for peer in peers {
                 peer.join().unwrap();
             }
+        });
+    }
+
+    /// After a goodbye and with every slot clear, the peer is forgotten and the memory is the owner's, though the
+    /// grant is live.
+    #[test]
+    fn left_and_clear_means_quiet() {
+        loom::model(|| {
+            let shared = Arc::new(Shared {
+                state: AtomicU64::new(NONE),
+                slots: [AtomicU64::new(NONE), AtomicU64::new(NONE)],
+                memory: [UnsafeCell::new(0), UnsafeCell::new(0)],
+            });
+            publish(&shared.state, 7);
+            let left = Arc::new((AtomicBool::new(false), AtomicBool::new(false)));
+            let copies = thread::spawn({
+                let (shared, left) = (Arc::clone(&shared), Arc::clone(&left));
+                move || {
+                    if announce(&shared.slots[0], &shared.state, 7) {
+                        if !has_left(&left.0) {
+                            // SAFETY: loom checks that nobody else has access.
+                            shared.memory[0].with_mut(|memory| unsafe { *memory = 1 });
+                        }
+                        clear(&shared.slots[0]);
+                    }
+                }
+            });
+            let leaves = thread::spawn({
+                let left = Arc::clone(&left);
+                move || {
+                    leave(&left.0);
+                    left.1.store(true, Ordering::Release);
+                }
+            });
+            while !left.1.load(Ordering::Acquire) {
+                thread::yield_now();
+            }
+            while !is_held(&shared.slots[0], NONE) {
+                thread::yield_now();
+            }
+            // SAFETY: loom checks that nobody else has access.
+            shared.memory[0].with_mut(|memory| unsafe { *memory = 2 });
+            copies.join().unwrap();
+            leaves.join().unwrap();
         });
     }
 

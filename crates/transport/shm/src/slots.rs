@@ -6,7 +6,7 @@
 use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 use posthorse_core::{Error, ErrorKind, GrantToken, Result};
@@ -59,6 +59,8 @@ pub(crate) struct Slots {
     /// Which slots for copies are taken, a bit each.
     copies: AtomicU64,
     free_leases: Mutex<FreeLeases>,
+    /// Nothing is announced any more.
+    left: AtomicBool,
 }
 
 struct FreeLeases {
@@ -72,7 +74,30 @@ impl Slots {
             words: Words::map_writable(fd, WORDS)?,
             copies: AtomicU64::new(0),
             free_leases: Mutex::new(FreeLeases { given_back: Vec::new(), untouched: 0 }),
+            left: AtomicBool::new(false),
         })
+    }
+
+    /// Refuses to announce anything from now on. Whoever learns of this sees what was announced before, and may forget
+    /// this client once that is clear.
+    pub(crate) fn close(&self) {
+        protocol::leave(&self.left);
+    }
+
+    /// Announces a grant in a word of ours, and reads its terms.
+    fn announce(
+        &self,
+        word: &AtomicU64,
+        table: &PeerTable,
+        token: GrantToken,
+        me: PeerHash,
+    ) -> Result<Terms> {
+        let terms = table.announce(word, token, me)?;
+        if protocol::has_left(&self.left) {
+            protocol::clear(word);
+            return Err(Error::new(ErrorKind::PathFailed, "the path went down before the grant was used"));
+        }
+        Ok(terms)
     }
 
     /// A slot for a copy. All taken means as many threads copying right now, none of which waits for anything.
@@ -143,7 +168,7 @@ pub(crate) struct CopySlot<'a> {
 impl CopySlot<'_> {
     /// Announces a grant, instead of what was announced before, and reads its terms.
     pub(crate) fn announce(&self, table: &PeerTable, token: GrantToken, me: PeerHash) -> Result<Terms> {
-        table.announce(self.word, token, me)
+        self.slots.announce(self.word, table, token, me)
     }
 
     /// Ends what was announced.
@@ -179,7 +204,7 @@ impl LeaseSlot {
     ) -> Result<(Self, Terms)> {
         let index = slots.lease_slot()?;
         let slot = Self { slots: Arc::clone(slots), index };
-        let terms = table.announce(slots.word(index)?, token, me)?;
+        let terms = slots.announce(slots.word(index)?, table, token, me)?;
         Ok((slot, terms))
     }
 }
@@ -223,6 +248,29 @@ mod tests {
         assert!(owner.holds(key));
         drop(lease);
         assert!(!owner.holds(key) && owner.are_clear());
+    }
+
+    #[test]
+    fn nothing_is_announced_after_the_end_and_what_was_before_is_seen() {
+        let table = Table::new(4).unwrap();
+        let token = GrantToken { handle: 2, secret: 1 };
+        let terms = Terms { region: RegionId(1), address: 0, len: 1, access: Access::Read, peer: None };
+        table.publish(token, &terms).unwrap();
+        let theirs = PeerTable::map(table.file(), 4).unwrap();
+        let (fd, owner) = ClientSlots::new().unwrap();
+        let slots = Arc::new(Slots::map(fd).unwrap());
+        let (key, me) = (Key::of(token).unwrap(), PeerHash::of(ME));
+
+        let before = slots.claim();
+        before.announce(&theirs, token, me).unwrap();
+        slots.close();
+        assert!(owner.holds(key));
+        let error = slots.claim().announce(&theirs, token, me).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::PathFailed);
+        let error = LeaseSlot::announce(&slots, &theirs, token, me).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::PathFailed);
+        drop(before);
+        assert!(owner.are_clear());
     }
 
     #[test]

@@ -10,7 +10,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use posthorse_core::{Error, Result};
+use posthorse_core::{Error, ErrorKind, Result};
 use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::Timespec;
@@ -80,12 +80,26 @@ impl Reactor {
     }
 
     /// Waits for input at a source, from now until it is removed.
+    ///
+    /// # Errors
+    /// `Closed` once the thread is to end.
     pub(crate) fn add(&self, id: SourceId, source: Arc<dyn Source>) -> Result<()> {
-        let mut sources = self.sources.lock();
-        epoll::add(&self.epoll, source.fd(), EventData::new_u64(id), EventFlags::IN)
-            .map_err(|error| Error::os("adding to an epoll descriptor", &error.into()))?;
-        sources.insert(id, source);
-        Ok(())
+        self.sources.lock().insert(id, Arc::clone(&source));
+        let added = epoll::add(&self.epoll, source.fd(), EventData::new_u64(id), EventFlags::IN)
+            .map_err(|error| Error::os("adding to an epoll descriptor", &error.into()));
+        // After it is listed, so that `stop` either forgets it or is seen.
+        let added = if self.stopping.load(Ordering::SeqCst) {
+            Err(Error::new(ErrorKind::Closed, "the shared-memory rendezvous has ended"))
+        } else {
+            added
+        };
+        let removed = !self.sources.lock().contains_key(&id);
+        if added.is_err() || removed {
+            // Whoever removed it may have been here before us.
+            self.remove(id);
+            let _ = epoll::delete(&self.epoll, source.fd());
+        }
+        added
     }
 
     /// Waits for room to write instead of input, or the other way round.
@@ -105,7 +119,7 @@ impl Reactor {
 
     /// Ends the thread, and forgets every source.
     pub(crate) fn stop(&self) {
-        self.stopping.store(true, Ordering::Release);
+        self.stopping.store(true, Ordering::SeqCst);
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
         let thread = self.thread.lock().take();
         if let Some(thread) = thread.filter(|thread| thread.thread().id() != thread::current().id()) {

@@ -10,13 +10,14 @@ use parking_lot::Mutex;
 use posthorse_core::{Error, ErrorKind, Hello, Incarnation, RegionId, Result, TransportEvents};
 use rustix::io::Errno;
 
-use super::reactor::{ProcessWatch, Reactor, Source, SourceId};
+use super::reactor::{Reactor, Source, SourceId};
 use super::socket::{Listener, Packet, PacketBuffer, check_user, send};
 use super::wire::{
     ClientHello, MapRequest, Refusal, RegionReply, Request, ToClient, ToOwner, Welcome, printable,
 };
 use super::{Published, check_host_ids};
-use crate::owner::{Client, Owner};
+use crate::client::Client;
+use crate::owner::Owner;
 use crate::slots::ClientSlots;
 use crate::sys::{peer_credentials, peer_pidfd};
 
@@ -50,8 +51,6 @@ pub(crate) struct Server {
     liveness: Duration,
     max_peers: usize,
     connections: Mutex<HashMap<SourceId, Arc<Connection>>>,
-    /// Clients that said goodbye while they held a lease: what still watches them, too.
-    lingering: Mutex<Vec<(Arc<Client>, SourceId)>>,
 }
 
 /// What bounds a server.
@@ -84,7 +83,6 @@ impl Server {
             liveness: limits.liveness,
             max_peers: limits.max_peers as usize,
             connections: Mutex::default(),
-            lingering: Mutex::default(),
         });
         reactor.add(this.id, Arc::clone(&this) as Arc<dyn Source>)?;
         Ok(this)
@@ -116,9 +114,8 @@ impl Server {
     pub(crate) fn close(&self) {
         let connections = std::mem::take(&mut *self.connections.lock());
         for connection in connections.into_values() {
-            *connection.phase.lock() = Phase::Over;
+            connection.end();
         }
-        self.lingering.lock().clear();
     }
 
     fn accept(self: &Arc<Self>, socket: OwnedFd) -> Result<()> {
@@ -127,26 +124,24 @@ impl Server {
             error
         };
         check_user(peer_credentials(&socket)?).map_err(refuse)?;
-        if self.connections.lock().len() >= self.max_peers {
+        // Those that were let go count until they are gone, or whoever does not go could come again and again.
+        if self.connections.lock().len() + self.owner.let_go().len() >= self.max_peers {
             let full = format!("{} peers are connected already", self.max_peers);
             return Err(refuse(Error::new(ErrorKind::LimitReached, full)));
         }
         let id = self.reactor.number();
         let connection = Arc::new(Connection {
             id,
-            socket,
+            socket: Arc::new(socket),
             server: Arc::clone(self),
             since: Instant::now(),
             phase: Mutex::new(Phase::Greeting),
             outbox: Mutex::default(),
         });
         self.connections.lock().insert(id, Arc::clone(&connection));
-        self.reactor.add(id, connection)
-    }
-
-    fn forget(&self, client: &Arc<Client>, watch: SourceId) {
-        self.owner.remove_client(client);
-        self.reactor.remove(watch);
+        self.reactor.add(id, connection).inspect_err(|_| {
+            self.connections.lock().remove(&id);
+        })
     }
 }
 
@@ -177,16 +172,13 @@ impl Source for Server {
 
     fn tick(self: Arc<Self>) {
         self.reactor.await_room(self.id, self.listener.as_fd(), false);
-        let quiet: Vec<_> = self.lingering.lock().extract_if(.., |(client, _)| client.is_quiet()).collect();
-        for (client, watch) in quiet {
-            self.forget(&client, watch);
-        }
+        self.owner.forget_gone();
     }
 }
 
 struct Connection {
     id: SourceId,
-    socket: OwnedFd,
+    socket: Arc<OwnedFd>,
     server: Arc<Server>,
     since: Instant,
     phase: Mutex<Phase>,
@@ -204,7 +196,6 @@ enum Phase {
 struct Serving {
     name: Arc<str>,
     client: Arc<Client>,
-    watch: SourceId,
     mapped: HashSet<RegionId>,
 }
 
@@ -233,7 +224,7 @@ impl Connection {
     }
 
     /// Handles one packet. An error ends the conversation.
-    fn handle(self: &Arc<Self>, packet: &Packet<'_>) -> Result<()> {
+    fn handle(&self, packet: &Packet<'_>) -> Result<()> {
         match ToOwner::decode(packet.bytes)? {
             ToOwner::Request(Request::Hello(hello)) => self.greet(&hello),
             ToOwner::Request(Request::Map(request)) => self.map(request),
@@ -256,7 +247,7 @@ impl Connection {
         }
     }
 
-    fn greet(self: &Arc<Self>, theirs: &ClientHello) -> Result<()> {
+    fn greet(&self, theirs: &ClientHello) -> Result<()> {
         let result = self.admit(theirs);
         if let Err(error) = &result {
             // At once, since the conversation ends here.
@@ -265,7 +256,7 @@ impl Connection {
         result
     }
 
-    fn admit(self: &Arc<Self>, theirs: &ClientHello) -> Result<()> {
+    fn admit(&self, theirs: &ClientHello) -> Result<()> {
         let server = &self.server;
         let identity = &server.identity;
         if !matches!(*self.phase.lock(), Phase::Greeting) {
@@ -281,22 +272,8 @@ impl Connection {
         identity.hello.agree(&theirs.hello)?;
 
         let (slots_file, slots) = ClientSlots::new()?;
-        let client = Client::new(slots);
-        let watch = server.reactor.number();
-        let pidfd = peer_pidfd(&self.socket, peer_credentials(&self.socket)?)?;
-        let died = {
-            let (this, client) = (Arc::downgrade(self), Arc::clone(&client));
-            let server = Arc::downgrade(server);
-            move || {
-                client.has_died();
-                if let Some(server) = server.upgrade() {
-                    server.forget(&client, watch);
-                }
-                if let Some(this) = this.upgrade() {
-                    this.end();
-                }
-            }
-        };
+        let process = peer_pidfd(&self.socket, peer_credentials(&self.socket)?)?;
+        let client = Client::new(slots, Arc::clone(&self.socket), process);
         let grants = server.owner.table().entries() as u32;
         let table =
             server.owner.table().file().try_clone().map_err(|error| Error::os("dup of a memfd", &error))?;
@@ -308,10 +285,9 @@ impl Connection {
             probe_address: std::ptr::from_ref(&*server.probe).addr() as u64,
             probe_value: *server.probe,
         };
-        server.reactor.add(watch, Arc::new(ProcessWatch::new(pidfd, died)))?;
         server.owner.add_client(&client);
         let name = printable(&theirs.name, MAX_NAME_SHOWN).into();
-        *self.phase.lock() = Phase::Serving(Serving { name, client, watch, mapped: HashSet::new() });
+        *self.phase.lock() = Phase::Serving(Serving { name, client, mapped: HashSet::new() });
         self.post(&ToClient::Welcome(welcome), vec![table, slots_file]);
         Ok(())
     }
@@ -342,18 +318,15 @@ impl Connection {
         self.post(&message, fds);
     }
 
-    /// Ends the conversation. What the client still touches counts until it is over, or the client is.
+    /// Ends the conversation. The client counts until it is over.
     fn end(&self) {
         let server = &self.server;
         server.reactor.remove(self.id);
         server.connections.lock().remove(&self.id);
         let before = std::mem::replace(&mut *self.phase.lock(), Phase::Over);
-        if let Phase::Serving(Serving { client, watch, .. }) = before {
-            if client.is_quiet() {
-                server.forget(&client, watch);
-            } else {
-                server.lingering.lock().push((client, watch));
-            }
+        if let Phase::Serving(Serving { client, .. }) = before {
+            client.let_go();
+            server.owner.forget_gone();
         }
     }
 }
@@ -398,8 +371,13 @@ impl Source for Connection {
     }
 
     fn tick(self: Arc<Self>) {
-        let greeting = matches!(*self.phase.lock(), Phase::Greeting);
-        if greeting && self.since.elapsed() > self.server.liveness {
+        let client = self.serving(|serving| Arc::clone(&serving.client));
+        let over = match client {
+            None => self.since.elapsed() > self.server.liveness,
+            // Its socket may be open still, in a child of it.
+            Some(client) => client.has_died(),
+        };
+        if over {
             self.end();
         }
     }
@@ -408,5 +386,196 @@ impl Source for Connection {
 impl fmt::Debug for Connection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Connection").field("id", &self.id).field("phase", &self.phase).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use posthorse_core::{
+        Access, Completion, Deadline, Features, Grant, GrantDesc, GrantToken, PathId, PathState,
+        RegisteredRegion,
+    };
+    use posthorse_memory::MemoryOptions;
+
+    use super::*;
+    use crate::rendezvous::socket::connect_to;
+    use crate::slots::Slots;
+    use crate::table::{PeerHash, PeerTable};
+
+    const ME: &str = "client:1";
+    const TOKEN: GrantToken = GrantToken { handle: 0, secret: 5 };
+
+    #[derive(Debug)]
+    struct Unheard;
+
+    impl TransportEvents for Unheard {
+        fn completed(&self, _: &[Completion]) {}
+        fn writable(&self, _: PathId) {}
+        fn path_changed(&self, _: PathId, _: &PathState) {}
+        fn notified(&self, _: &str, _: &[u8]) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    /// A server whose owner has granted a region for reading.
+    struct Served {
+        owner: Arc<Owner>,
+        reactor: Arc<Reactor>,
+        server: Arc<Server>,
+    }
+
+    fn soon() -> Deadline {
+        Deadline::after(Duration::from_secs(30))
+    }
+
+    impl Served {
+        fn new(max_peers: u32) -> Self {
+            let owner = Arc::new(Owner::new(4).unwrap());
+            let region = Arc::new(MemoryOptions::new(4096).shared(true).allocate().unwrap());
+            let registered = RegisteredRegion { id: RegionId(1), region, access: Access::None };
+            owner.register(&registered).unwrap();
+            let address = registered.region.view().host().unwrap().address();
+            let (access, attributes) = (Access::Read, BTreeMap::new());
+            let desc =
+                GrantDesc { region: RegionId(1), address, len: 4096, access, token: TOKEN, attributes };
+            owner.grant(&Grant { desc: &desc, peer: None }).unwrap();
+            let reactor = Reactor::start(Duration::from_millis(5)).unwrap();
+            let identity = Identity {
+                name: "owner:1".into(),
+                incarnation: Incarnation(1),
+                hello: Hello::new(Features::NONE, None),
+                nonce: "n".to_owned(),
+                host_id: None,
+            };
+            let listener = Listener::bind(None).unwrap();
+            let limits = Limits { liveness: Duration::from_secs(60), max_peers };
+            let server =
+                Server::start(listener, identity, Arc::clone(&owner), Arc::new(Unheard), &reactor, limits);
+            Self { owner, reactor, server: server.unwrap() }
+        }
+
+        /// Whether the grant can be ended at once.
+        fn is_quiet(&self) -> bool {
+            self.owner.revoke(TOKEN, Deadline::after(Duration::from_millis(20))).is_ok()
+        }
+
+        fn await_no_clients(&self) {
+            crate::owner::wait_until(soon(), "the clients to be forgotten", || self.owner.clients() == 0)
+                .unwrap();
+        }
+    }
+
+    impl Drop for Served {
+        fn drop(&mut self) {
+            self.reactor.stop();
+            self.server.close();
+        }
+    }
+
+    /// A client whose threads know nothing of what its socket hears.
+    struct Deaf {
+        socket: OwnedFd,
+        buffer: PacketBuffer,
+        table: PeerTable,
+        slots: Arc<Slots>,
+    }
+
+    impl Deaf {
+        fn connect(served: &Served) -> Result<Self> {
+            let published = served.server.published();
+            let socket = connect_to(&published.socket, soon())?;
+            let hello = ClientHello {
+                hello: Hello::new(Features::NONE, None),
+                name: ME.to_owned(),
+                nonce: published.nonce,
+                host_id: None,
+            };
+            let _ = send(&socket, &Request::Hello(hello).encode(), &[]);
+            let mut buffer = PacketBuffer::new();
+            let Packet { bytes, fds } = buffer.receive_by(&socket, soon())?;
+            let welcome = match ToClient::decode(bytes)? {
+                ToClient::Welcome(welcome) => welcome,
+                ToClient::Refused(refusal) => return Err(refusal.into_error()),
+                other => panic!("{other:?}"),
+            };
+            let [table, slots] = fds.try_into().unwrap();
+            let (table, slots) = (PeerTable::map(table, welcome.grants)?, Arc::new(Slots::map(slots)?));
+            Ok(Self { socket, buffer, table, slots })
+        }
+
+        /// Waits until the owner has ended the conversation.
+        fn await_end(&mut self) {
+            assert!(self.buffer.receive_by(&self.socket, soon()).unwrap().bytes.is_empty());
+        }
+    }
+
+    #[test]
+    fn a_client_that_was_let_go_counts_until_it_has_left() {
+        let served = Served::new(1);
+        let mut client = Deaf::connect(&served).unwrap();
+        send(&client.socket, b"?", &[]).unwrap();
+        client.await_end();
+        // It has not heard of it yet.
+        let slot = client.slots.claim();
+        slot.announce(&client.table, TOKEN, PeerHash::of(ME)).unwrap();
+        assert!(!served.is_quiet(), "it is inside");
+        assert_eq!(Deaf::connect(&served).err().map(|error| error.kind()), Some(ErrorKind::LimitReached));
+        drop(slot);
+        assert!(served.is_quiet());
+        assert_eq!(served.owner.clients(), 1, "it may come back");
+        drop(client);
+        served.await_no_clients();
+        Deaf::connect(&served).unwrap();
+    }
+
+    #[test]
+    fn a_client_that_has_left_counts_while_it_holds_something() {
+        let served = Served::new(2);
+        let client = Deaf::connect(&served).unwrap();
+        let slot = client.slots.claim();
+        slot.announce(&client.table, TOKEN, PeerHash::of(ME)).unwrap();
+        drop(client.socket);
+        let end = || served.owner.let_go().len() == 1;
+        crate::owner::wait_until(soon(), "the owner to hear of it", end).unwrap();
+        assert!(!served.is_quiet(), "it is inside");
+        drop(slot);
+        served.await_no_clients();
+        assert!(served.is_quiet());
+    }
+
+    #[test]
+    fn clients_of_a_server_that_closed_count_until_they_have_left() {
+        let served = Served::new(2);
+        let mut client = Deaf::connect(&served).unwrap();
+        served.reactor.stop();
+        served.server.close();
+        client.await_end();
+        let slot = client.slots.claim();
+        slot.announce(&client.table, TOKEN, PeerHash::of(ME)).unwrap();
+        assert!(!served.is_quiet(), "it is inside");
+        drop(slot);
+        served.owner.begin();
+        assert_eq!(served.owner.clients(), 1, "it may come back");
+        drop(client);
+        served.owner.begin();
+        assert_eq!(served.owner.clients(), 0);
+    }
+
+    #[test]
+    fn a_connection_that_cannot_be_watched_does_not_count() {
+        let served = Served::new(1);
+        served.reactor.stop();
+        let (one, _other) = rustix::net::socketpair(
+            rustix::net::AddressFamily::UNIX,
+            rustix::net::SocketType::SEQPACKET,
+            rustix::net::SocketFlags::CLOEXEC,
+            None,
+        )
+        .unwrap();
+        let error = served.server.accept(one).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Closed, "{error}");
+        assert!(served.server.connections.lock().is_empty());
     }
 }
