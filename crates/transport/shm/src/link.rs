@@ -136,7 +136,18 @@ impl Link {
         };
         let watch = crate::rendezvous::reactor::ProcessWatch::new(pidfd, ended);
         self.around.reactor.add(self.process_id, Arc::new(watch))?;
-        self.around.reactor.add(self.socket_id, Arc::clone(self) as Arc<dyn Source>)
+        self.around.reactor.add(self.socket_id, Arc::clone(self) as Arc<dyn Source>)?;
+        if self.up.load(Ordering::SeqCst) {
+            return Ok(());
+        }
+        // Whoever took it down may have been here before it was added.
+        self.unwatch();
+        Err(self.down())
+    }
+
+    fn unwatch(&self) {
+        self.around.reactor.remove(self.socket_id);
+        self.around.reactor.remove(self.process_id);
     }
 
     pub(crate) fn events(&self) -> &dyn TransportEvents {
@@ -333,8 +344,7 @@ impl Link {
             std::mem::take(&mut pending.waiters)
         };
         tell(waiters.into_iter().map(|(_, tell)| tell).collect(), &Err(error.clone()));
-        self.around.reactor.remove(self.socket_id);
-        self.around.reactor.remove(self.process_id);
+        self.unwatch();
         // The peer hears of it even while a lease keeps the socket open.
         let _ = shutdown(&self.met.socket, Shutdown::Both);
         true

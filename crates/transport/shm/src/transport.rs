@@ -1,6 +1,7 @@
 //! The transport itself: what the engine calls.
 
 use std::collections::HashMap;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -49,6 +50,8 @@ pub struct ShmTransport {
     fork: ForkGuard,
     owner: Arc<Owner>,
     running: Mutex<Option<Arc<Running>>>,
+    /// Held by whoever starts or stops the transport, and never waited for: a baton.
+    changing: Mutex<()>,
     links: RwLock<HashMap<PathId, Arc<Link>>>,
     next_path: AtomicU64,
 }
@@ -73,6 +76,7 @@ impl ShmTransport {
             owner: Arc::new(Owner::new(config.max_grants)?),
             config,
             running: Mutex::default(),
+            changing: Mutex::default(),
             links: RwLock::default(),
             next_path: AtomicU64::new(1),
         })
@@ -96,15 +100,14 @@ impl ShmTransport {
         })
     }
 
-    /// Goes through the rendezvous with a peer.
+    /// Goes through the rendezvous with a peer. Also returns the pidfd of its process.
     fn meet(
         &self,
+        running: &Running,
         peer: &SegmentDesc,
         published: &Published,
         deadline: Deadline,
-        id: PathId,
-    ) -> Result<Arc<Link>> {
-        let running = self.running()?;
+    ) -> Result<(Met, OwnedFd)> {
         check_host_ids(self.config.host_id.as_deref(), published.host_id.as_deref())?;
         let socket = connect_to(&published.socket, deadline)?;
         let credentials = peer_credentials(&socket)?;
@@ -164,15 +167,28 @@ impl ShmTransport {
             process: self.probe(credentials, &welcome),
             socket,
         };
+        Ok((met, pidfd))
+    }
+
+    /// Makes a path of a rendezvous, unless the transport was stopped meanwhile.
+    fn open(&self, running: &Arc<Running>, id: PathId, met: Met, pidfd: OwnedFd) -> Result<()> {
         let link = Link::new(id, met, running.around.clone());
-        // Listed before it is watched, so that a peer that is lost at once is found when that is reported.
-        self.links.write().insert(id, Arc::clone(&link));
-        if let Err(error) = link.watch(pidfd) {
+        let opened = self.list(running, &link).and_then(|()| link.watch(pidfd));
+        opened.inspect_err(|error| {
             self.links.write().remove(&id);
-            link.close(&error);
-            return Err(error);
+            link.close(error);
+        })
+    }
+
+    /// Lists a path before it is watched, so that a peer that is lost at once is found when that is reported.
+    fn list(&self, running: &Arc<Running>, link: &Arc<Link>) -> Result<()> {
+        // Under the lock of `running`, so that `stop` finds every path there is.
+        let now = self.running.lock();
+        if !now.as_ref().is_some_and(|now| Arc::ptr_eq(now, running)) {
+            return Err(Error::new(ErrorKind::Closed, "the shared-memory transport was stopped"));
         }
-        Ok(link)
+        self.links.write().insert(link.id, Arc::clone(link));
+        Ok(())
     }
 
     /// Whether the peer's memory can be reached by `process_vm`: tried, as no rule says it for sure.
@@ -223,8 +239,8 @@ impl Transport for ShmTransport {
 
     fn start(&self, context: TransportContext) -> Result<Value> {
         self.fork.check()?;
-        let mut running = self.running.lock();
-        if running.is_some() {
+        let changing = self.changing.try_lock();
+        if changing.is_none() || self.running.lock().is_some() {
             return Err(Error::new(ErrorKind::Busy, "the shared-memory transport is started already"));
         }
         let config = &self.config;
@@ -250,7 +266,7 @@ impl Transport for ShmTransport {
                 })?;
         let published = server.published();
         let around = Surroundings { reactor, copiers, events, liveness: config.liveness() };
-        *running = Some(Arc::new(Running { context, server, around }));
+        *self.running.lock() = Some(Arc::new(Running { context, server, around }));
         Ok(json!(published))
     }
 
@@ -259,6 +275,8 @@ impl Transport for ShmTransport {
             // Sockets and threads are the parent's: whatever is done to them here would harm it.
             return;
         }
+        // Until the end, so that nothing is started in the midst of it.
+        let _changing = self.changing.try_lock();
         let running = self.running.lock().take();
         let Some(running) = running else { return };
         let closed = Error::new(ErrorKind::Closed, "the shared-memory transport was stopped");
@@ -303,7 +321,7 @@ impl Transport for ShmTransport {
     }
 
     fn connect(&self, peer: &SegmentDesc, deadline: Deadline) -> Result<Vec<Path>> {
-        self.running()?;
+        let running = self.running()?;
         let attributes = peer.transports.get(NAME).ok_or_else(|| {
             Error::new(ErrorKind::Unsupported, "the peer publishes no shared-memory transport")
                 .with_peer(&*peer.name)
@@ -313,8 +331,9 @@ impl Transport for ShmTransport {
                 .with_peer(&*peer.name)
         })?;
         let id = PathId(self.next_path.fetch_add(1, Ordering::Relaxed));
-        let state = match self.meet(peer, &published, deadline, id) {
-            Ok(_) => PathState::Up,
+        let met = self.meet(&running, peer, &published, deadline);
+        let state = match met.and_then(|(met, pidfd)| self.open(&running, id, met, pidfd)) {
+            Ok(()) => PathState::Up,
             Err(error) => PathState::Down(error.with_peer(&*peer.name).with_device(NAME)),
         };
         Ok(vec![Path {
