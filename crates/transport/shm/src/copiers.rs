@@ -25,8 +25,18 @@ const PIECES: usize = 64;
 pub(crate) struct Arrival {
     pub(crate) link: Arc<Link>,
     pub(crate) request: MapRequest,
-    /// The file that arrived and where in it the region lies, to be mapped; or why none will.
-    pub(crate) lent: Result<(RegionReply, u64, OwnedFd)>,
+    /// What arrived, or why nothing will.
+    pub(crate) lent: Result<Lent>,
+}
+
+/// A region's file that arrived, to be mapped.
+#[derive(Debug)]
+pub(crate) struct Lent {
+    pub(crate) reply: RegionReply,
+    pub(crate) offset: u64,
+    pub(crate) file: OwnedFd,
+    /// With which answer of the peer.
+    pub(crate) answer: u64,
 }
 
 #[derive(Debug)]
@@ -232,10 +242,12 @@ impl Copiers {
         loop {
             match self.next(&mut turn) {
                 Next::Stop => return,
-                Next::Map(Arrival { link, request, lent }) => {
-                    let map = |(reply, offset, file)| RemoteRegion::map(&reply, offset, file);
-                    link.arrived(request, lent.and_then(map));
-                }
+                Next::Map(Arrival { link, request, lent }) => match lent {
+                    Ok(Lent { reply, offset, file, answer }) => {
+                        link.arrived(request, answer, RemoteRegion::map(&reply, offset, file));
+                    }
+                    Err(error) => link.refuse(request, &error),
+                },
                 Next::Copy => self.copy(&mut turn),
             }
         }

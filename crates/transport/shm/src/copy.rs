@@ -36,9 +36,7 @@ pub(crate) unsafe fn copy_piece(link: &Link, slice: &Slice, offset: u64, len: u6
     let address = slice.remote_address.checked_add(offset).ok_or_else(|| out_of_space(slice))?;
     terms.check(address, len, access_of(slice.opcode))?;
     let wanted = MapRequest { region: terms.region, write: slice.opcode == Opcode::Write };
-    let region = link.region(wanted).ok_or_else(|| {
-        Error::new(ErrorKind::NotRegistered, format!("the peer has withdrawn region {}", terms.region))
-    })?;
+    let region = link.region(wanted).ok_or_else(|| link.withdrawn(terms.region))?;
     let local = local_part(slice.local, offset, len)?;
     // SAFETY: the caller's promise; the grant is announced until `slot` is dropped.
     unsafe { region.copy(slice.opcode, local, address, slice.checksum, slice.local.len()) }

@@ -17,7 +17,7 @@ use rustix::io::Errno;
 use rustix::net::{Shutdown, shutdown};
 use rustix::process::Pid;
 
-use crate::copiers::{Arrival, Copiers};
+use crate::copiers::{Arrival, Copiers, Lent};
 use crate::jobs::{Push, failure, success};
 use crate::owner::wait_until;
 use crate::remote::RemoteRegion;
@@ -72,8 +72,17 @@ pub(crate) struct Link {
 /// Regions that were asked for and are not here yet.
 #[derive(Debug, Default)]
 struct Pending {
-    asked: HashMap<MapRequest, Instant>,
+    asked: HashMap<MapRequest, Asked>,
+    /// How many were answered.
+    answers: u64,
     waiters: Vec<(MapRequest, SyncSender<Result<()>>)>,
+}
+
+#[derive(Debug)]
+struct Asked {
+    since: Instant,
+    /// By which answer it is being mapped.
+    answer: Option<u64>,
 }
 
 /// A thread inside of `submit` or the like, which may touch memory: closing the path waits for it.
@@ -220,9 +229,12 @@ impl Link {
             Ok(result) => result?,
             Err(_) => return Err(Deadline::exceeded("the peer to lend a region").with_peer(&*self.met.peer)),
         }
-        self.region(wanted).ok_or_else(|| {
-            Error::new(ErrorKind::NotRegistered, format!("the peer has withdrawn region {}", wanted.region))
-        })
+        self.region(wanted).ok_or_else(|| self.withdrawn(wanted.region))
+    }
+
+    pub(crate) fn withdrawn(&self, region: RegionId) -> Error {
+        Error::new(ErrorKind::NotRegistered, format!("the peer has withdrawn region {region}"))
+            .with_peer(&*self.met.peer)
     }
 
     fn ask(self: &Arc<Self>, wanted: MapRequest) {
@@ -244,8 +256,8 @@ impl Link {
         error.with_peer(&*self.met.peer)
     }
 
-    /// A copy thread has mapped what arrived, or could not.
-    pub(crate) fn arrived(&self, request: MapRequest, region: Result<RemoteRegion>) {
+    /// A copy thread has mapped what arrived with this answer, or could not.
+    pub(crate) fn arrived(&self, request: MapRequest, answer: u64, region: Result<RemoteRegion>) {
         let region = match region {
             Ok(region) => region,
             Err(error) => return self.refuse(request, &error.with_peer(&*self.met.peer)),
@@ -253,10 +265,11 @@ impl Link {
         let writable = region.writable();
         let waiters = {
             let mut pending = self.pending.lock();
-            if pending.asked.remove(&request).is_none() {
+            if pending.asked.get(&request).is_none_or(|asked| asked.answer != Some(answer)) {
                 // Withdrawn or given up meanwhile.
                 return;
             }
+            pending.asked.remove(&request);
             let mut regions = self.regions.write();
             // One that can be written is as good for reading as one that cannot.
             if writable || !regions.contains_key(&request.region) {
@@ -269,7 +282,8 @@ impl Link {
         tell(waiters, &Ok(()));
     }
 
-    fn refuse(&self, request: MapRequest, error: &Error) {
+    /// A region will not be had.
+    pub(crate) fn refuse(&self, request: MapRequest, error: &Error) {
         let waiters = {
             let mut pending = self.pending.lock();
             pending.asked.remove(&request);
@@ -363,16 +377,28 @@ impl Link {
         let Packet { bytes, mut fds } = packet;
         match ToClient::decode(bytes)? {
             ToClient::Region(reply) => {
-                if self.pending.lock().asked.contains_key(&reply.request) {
-                    self.region_reply(reply, fds.pop());
+                let answer = self.pending.lock().answer(&reply.request);
+                if let Some(answer) = answer {
+                    self.region_reply(reply, answer, fds.pop());
                 }
             }
             ToClient::RegionRefused { request, refusal } => {
                 self.refuse(request, &refusal.into_error().with_peer(&*self.met.peer));
             }
             ToClient::Withdrawn { region } => {
-                let region = self.regions.write().remove(&region);
-                drop(region);
+                let (mapped, mapping) = {
+                    let mut pending = self.pending.lock();
+                    // What is not answered yet will be.
+                    let withdrawn = |wanted: &MapRequest, asked: &mut Asked| {
+                        wanted.region == region && asked.answer.is_some()
+                    };
+                    let mapping: Vec<_> = pending.asked.extract_if(withdrawn).collect();
+                    (self.regions.write().remove(&region), mapping)
+                };
+                drop(mapped);
+                for (request, _) in mapping {
+                    self.refuse(request, &self.withdrawn(region));
+                }
             }
             ToClient::Notified { token, refusal } => {
                 let _reporting = self.report();
@@ -391,13 +417,15 @@ impl Link {
         Ok(())
     }
 
-    fn region_reply(self: &Arc<Self>, reply: RegionReply, file: Option<OwnedFd>) {
+    fn region_reply(self: &Arc<Self>, reply: RegionReply, answer: u64, file: Option<OwnedFd>) {
         match (reply.offset, file, &self.met.process) {
             (Some(offset), Some(file), _) => {
-                let (request, lent) = (reply.request, Ok((reply, offset, file)));
+                let (request, lent) = (reply.request, Ok(Lent { reply, offset, file, answer }));
                 self.around.copiers.arrived(Arrival { link: Arc::clone(self), request, lent });
             }
-            (None, None, Ok(pid)) => self.arrived(reply.request, Ok(RemoteRegion::in_process(&reply, *pid))),
+            (None, None, Ok(pid)) => {
+                self.arrived(reply.request, answer, Ok(RemoteRegion::in_process(&reply, *pid)));
+            }
             (None, None, Err(error)) => {
                 self.refuse(
                     reply.request,
@@ -421,8 +449,16 @@ impl Pending {
         if self.asked.contains_key(&wanted) {
             return false;
         }
-        self.asked.insert(wanted, Instant::now());
+        self.asked.insert(wanted, Asked { since: Instant::now(), answer: None });
         true
+    }
+
+    /// Numbers the answer to a request; `None` when nothing was asked, or all is answered.
+    fn answer(&mut self, wanted: &MapRequest) -> Option<u64> {
+        let asked = self.asked.get_mut(wanted).filter(|asked| asked.answer.is_none())?;
+        self.answers += 1;
+        asked.answer = Some(self.answers);
+        asked.answer
     }
 
     fn take_waiters(&mut self, which: impl Fn(&MapRequest) -> bool) -> Vec<SyncSender<Result<()>>> {
@@ -463,8 +499,8 @@ impl Source for Link {
         let now = Instant::now();
         let late: Vec<_> = {
             let pending = self.pending.lock();
-            let silent = |since: &Instant| now.saturating_duration_since(*since) >= self.around.liveness;
-            pending.asked.iter().filter(|(_, since)| silent(since)).map(|(wanted, _)| *wanted).collect()
+            let silent = |asked: &Asked| now.saturating_duration_since(asked.since) >= self.around.liveness;
+            pending.asked.iter().filter(|(_, asked)| silent(asked)).map(|(wanted, _)| *wanted).collect()
         };
         for wanted in late {
             self.refuse(wanted, &Deadline::exceeded("the peer to lend a region").with_peer(&*self.met.peer));

@@ -10,9 +10,14 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::Duration;
 
-use common::{Node, config};
-use posthorse_core::{ErrorKind, Features, Hello, PathId, PathState, SegmentDesc, Transport};
+use common::{Node, config, slice};
+use posthorse_core::{
+    Access, ErrorKind, Features, GrantDesc, GrantToken, Hello, HostView, Opcode, PathId, PathState, RegionId,
+    SegmentDesc, Transport,
+};
 use posthorse_shm::ShmConfig;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::net::{
@@ -20,6 +25,12 @@ use rustix::net::{
     SocketAddrUnix, SocketFlags, SocketType, accept, bind, listen, recvmsg, sendmsg, socket_with,
 };
 use serde_json::{Value, json};
+
+const MINUTE: Duration = Duration::from_secs(60);
+const REGION: RegionId = RegionId(3);
+/// Where the region lies in the owner's address space.
+const ADDRESS: u64 = 1 << 40;
+const LEN: usize = 4096;
 
 /// Where the test awaits clients.
 struct Owner {
@@ -67,7 +78,7 @@ impl Owner {
             "probe_address": 0,
             "probe_value": 0,
         });
-        let files = [file(), file()];
+        let files = [table(), file()];
         client.say(&json!({ "welcome": welcome }), &files.each_ref().map(AsFd::as_fd));
         let (path, state) = connecting.join().unwrap();
         (client, path, state)
@@ -109,6 +120,28 @@ fn file() -> OwnedFd {
     file
 }
 
+/// Of the one grant, for everything.
+fn grant() -> GrantDesc {
+    GrantDesc {
+        region: REGION,
+        address: ADDRESS,
+        len: LEN as u64,
+        access: Access::Write,
+        token: GrantToken { handle: 0, secret: 5 },
+        attributes: BTreeMap::new(),
+    }
+}
+
+/// A table in which it is live.
+fn table() -> OwnedFd {
+    let (file, grant) = (file(), grant());
+    let (state, write) = (grant.token.handle + 1, 2);
+    let entry = [state, grant.token.secret, grant.region.0, grant.address, grant.len, write];
+    let bytes: Vec<u8> = entry.into_iter().flat_map(u64::to_ne_bytes).collect();
+    rustix::io::pwrite(&file, &bytes, 64).unwrap();
+    file
+}
+
 fn without_process_vm() -> ShmConfig {
     ShmConfig { process_vm: false, inline_bytes: 0, copy_threads: 1, ..config() }
 }
@@ -129,4 +162,55 @@ fn a_path_that_is_made_while_the_transport_stops_is_down() {
     let mut control = RecvAncillaryBuffer::new(&mut []);
     let end = recvmsg(&client.0, &mut [IoSliceMut::new(&mut [0])], &mut control, RecvFlags::empty());
     assert_eq!(end.unwrap().bytes, 0);
+}
+
+#[test]
+fn a_region_that_is_withdrawn_while_it_is_mapped_is_not_kept() {
+    let owner = Owner::new();
+    let node = Arc::new(Node::with("a:1", without_process_vm(), None));
+    let (client, path, state) = owner.connect(&node, || ());
+    assert!(matches!(state, PathState::Up), "{state:?}");
+    let source = [1_u8; LEN];
+    let request = json!({ "region": REGION, "write": true });
+    // Submits a slice that waits for the region, which is lent from a file of its own.
+    let lend = |token| {
+        node.submit(path, &[slice(token, Opcode::Write, HostView::of(&source), &grant(), 0)]).unwrap();
+        assert_eq!(client.hear()["map"], request);
+        let reply = json!({ "request": request, "address": ADDRESS, "len": LEN, "offset": 0 });
+        let file = file();
+        client.say(&json!({ "region": reply }), &[file.as_fd()]);
+        file
+    };
+    // Returns when the node has heard of it.
+    let withdraw = |token| {
+        client.say(&json!({ "withdrawn": { "region": REGION } }), &[]);
+        node.transport.notify(path, token, b"x").unwrap();
+        client.say(&json!({ "notified": { "token": token, "refusal": null } }), &[]);
+        node.events.completion(token).result.unwrap();
+    };
+
+    // The one copy thread, which would map it, is busy until it is released.
+    let (release, busy) = (channel::<()>(), channel());
+    node.events.wake(move || {
+        busy.0.send(()).unwrap();
+        let _ = release.1.recv_timeout(MINUTE);
+    });
+    let before = lend(1);
+    busy.1.recv_timeout(MINUTE).unwrap();
+    withdraw(2);
+    let withdrawn = lend(3);
+    withdraw(4);
+    let error = node.events.completion(3).result.unwrap_err().error;
+    assert_eq!(error.kind(), ErrorKind::NotRegistered, "{error}");
+    // Registered again: what is still to be mapped is another file.
+    let after = lend(5);
+    release.0.send(()).unwrap();
+    node.events.completion(1).result.unwrap();
+    node.events.completion(5).result.unwrap();
+    let written = [before, withdrawn, after].map(|file| {
+        let mut bytes = [0; LEN];
+        rustix::io::pread(&file, &mut bytes, 0).unwrap();
+        bytes == source
+    });
+    assert_eq!(written, [true, false, true]);
 }
