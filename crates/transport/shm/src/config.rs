@@ -34,7 +34,7 @@ pub struct ShmConfig {
     /// How long a copy thread that has nothing left to do looks for more before it sleeps, in microseconds: a
     /// wake-up takes about as long.
     pub spin_us: u64,
-    /// How many slices a path queues before it pushes back.
+    /// How many slices of each priority a path queues before it pushes back.
     pub queue_slices: u32,
     /// How long a peer may leave a question of the rendezvous unanswered, in milliseconds.
     pub liveness_ms: u64,

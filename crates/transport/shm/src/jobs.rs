@@ -41,13 +41,14 @@ struct Job<T> {
 
 #[derive(Debug, Default)]
 struct Load {
-    queued: u32,
+    /// Slices that have not ended, by rank.
+    queued: [u32; RANKS],
     /// Pieces that are being copied.
     active: u32,
     /// Slices that have ended and are not reported yet.
     unreported: u32,
-    /// Fewer slices were taken than offered.
-    starved: bool,
+    /// Of these ranks fewer slices were taken than offered.
+    starved: [bool; RANKS],
     closed: bool,
 }
 
@@ -75,7 +76,7 @@ pub(crate) struct Jobs<T> {
     limit: u32,
     slab: Vec<Option<Job<T>>>,
     free: Vec<usize>,
-    ready: [VecDeque<usize>; 3],
+    ready: [VecDeque<usize>; RANKS],
     paths: HashMap<PathId, Load>,
 }
 
@@ -94,6 +95,9 @@ pub(crate) const fn success(token: u64) -> Completion {
     Completion { token, result: Ok(Level::Visible) }
 }
 
+/// How many there are.
+const RANKS: usize = 3;
+
 const fn rank(priority: Priority) -> usize {
     match priority {
         Priority::High => 0,
@@ -103,7 +107,7 @@ const fn rank(priority: Priority) -> usize {
 }
 
 impl<T: Clone> Jobs<T> {
-    /// At most `limit` slices a path.
+    /// At most `limit` slices of each priority a path, so that the less urgent take no room from the urgent.
     pub(crate) fn new(piece_bytes: usize, limit: u32) -> Self {
         Self {
             piece_bytes: piece_bytes as u64,
@@ -129,11 +133,12 @@ impl<T: Clone> Jobs<T> {
         waiting_for: Option<MapRequest>,
     ) -> Push {
         let Some(load) = self.paths.get_mut(&path).filter(|load| !load.closed) else { return Push::Closed };
-        if load.queued >= self.limit {
-            load.starved = true;
+        let rank = rank(slice.priority);
+        if load.queued[rank] >= self.limit {
+            load.starved[rank] = true;
             return Push::Full;
         }
-        load.queued += 1;
+        load.queued[rank] += 1;
         let job = Job { path, link, slice: *slice, next: 0, active: 0, error: None, waiting_for };
         let index = self.free.pop().unwrap_or(self.slab.len());
         match self.slab.get_mut(index) {
@@ -141,7 +146,7 @@ impl<T: Clone> Jobs<T> {
             None => self.slab.push(Some(job)),
         }
         if waiting_for.is_none() {
-            self.ready[rank(slice.priority)].push_back(index);
+            self.ready[rank].push_back(index);
         }
         Push::Taken
     }
@@ -243,7 +248,7 @@ impl<T: Clone> Jobs<T> {
     pub(crate) fn close(&mut self, path: PathId, error: &Error, reports: &mut Reports) {
         if let Some(load) = self.paths.get_mut(&path) {
             load.closed = true;
-            load.starved = false;
+            load.starved = [false; RANKS];
         }
         self.call_off_where(|job| job.path == path, error, reports);
         self.forget_if_idle(path);
@@ -288,10 +293,11 @@ impl<T: Clone> Jobs<T> {
         let token = job.slice.token;
         reports.completions.push(job.error.map_or_else(|| success(token), |error| failure(token, error)));
         if let Some(load) = self.paths.get_mut(&job.path) {
-            load.queued -= 1;
+            let rank = rank(job.slice.priority);
+            load.queued[rank] -= 1;
             load.unreported += 1;
-            if load.starved && load.queued <= self.limit / 2 {
-                load.starved = false;
+            if load.starved[rank] && load.queued[rank] <= self.limit / 2 {
+                load.starved[rank] = false;
                 reports.writable.push(job.path);
             }
         }
@@ -302,7 +308,7 @@ impl<T: Clone> Jobs<T> {
     }
 
     fn forget_if_idle(&mut self, path: PathId) {
-        let is_over = |load: &Load| load.closed && load.queued == 0 && load.unreported == 0;
+        let is_over = |load: &Load| load.closed && load.queued == [0; RANKS] && load.unreported == 0;
         if self.paths.get(&path).is_some_and(is_over) {
             self.paths.remove(&path);
         }
@@ -407,6 +413,31 @@ mod tests {
         }
         assert_eq!(reports.writable, [PATH]);
         assert_eq!(kinds(&reports), [(0, None), (1, None)]);
+    }
+
+    #[test]
+    fn the_urgent_have_room_while_others_fill_the_queue() {
+        let mut jobs = jobs(2);
+        for token in 0..3 {
+            jobs.push(PATH, &slice(token, 1, Priority::Low), (), None);
+        }
+        for (token, push) in [(10, Push::Taken), (11, Push::Taken), (12, Push::Full)] {
+            assert_eq!(jobs.push(PATH, &slice(token, 1, Priority::High), (), None), push);
+        }
+        let mut pieces = Vec::new();
+        jobs.take(&mut pieces, 2);
+        assert_eq!(brief(&pieces), [(10, 0, 1), (11, 0, 1)]);
+        let mut reports = Reports::default();
+        for (piece, writable) in pieces.iter().zip([&[PATH][..], &[]]) {
+            jobs.finish(piece, Ok(()), &mut reports);
+            assert_eq!(reports.writable, writable, "there is room for the urgent, whatever else waits");
+            reports.writable.clear();
+        }
+        jobs.push(PATH, &slice(13, 1, Priority::High), (), None);
+        for piece in take(&mut jobs) {
+            jobs.finish(&piece, Ok(()), &mut reports);
+        }
+        assert_eq!(reports.writable, [PATH], "there is room for the others");
     }
 
     #[test]
