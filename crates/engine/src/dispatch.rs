@@ -10,7 +10,7 @@ use posthorse_core::{Error, ErrorKind, FarEnd, Level, Priority, RemoteKey, Route
 
 use crate::engine::Inner;
 use crate::path::{PathEntry, Run};
-use crate::peer::{Decision, Peer};
+use crate::peer::Decision;
 use crate::submission::{Doom, Submission};
 
 /// Slices per call of a transport.
@@ -49,7 +49,7 @@ impl Inner {
                     if let Some(transport) = again {
                         self.connect(peer, transport);
                     }
-                    self.offer(peer, &path, first.priority, run);
+                    self.offer(&path, first.priority, run);
                 }
                 Decision::Connect(transport) => {
                     peer.wait_for_path(run);
@@ -66,14 +66,11 @@ impl Inner {
         if route == Route::Auto { self.default_route() } else { route }
     }
 
-    /// Sends a run along a path, or queues what finds no room.
-    fn offer(self: &Arc<Self>, peer: &Peer, path: &Arc<PathEntry>, priority: Priority, mut run: Run) {
-        while !run.pieces.is_empty() {
-            if path.has_queue() || !self.send(path, &mut run) {
-                path.queue(priority, run);
-                self.pump(path);
-                return self.end_if_closed(peer);
-            }
+    /// Sends a run along a path, and queues what finds no room.
+    fn offer(self: &Arc<Self>, path: &Arc<PathEntry>, priority: Priority, run: Run) {
+        if let Some(rest) = self.send(path, run, || !path.has_queue()) {
+            path.queue(priority, rest);
+            self.pump(path);
         }
     }
 
@@ -85,24 +82,45 @@ impl Inner {
         path.rings.fetch_add(1, Ordering::SeqCst);
         while path.has_queue() && !path.pumping.swap(true, Ordering::SeqCst) {
             let heard = path.rings.load(Ordering::SeqCst);
-            while let Some((priority, mut run)) = path.take(CHUNK as u32) {
-                if !self.send(path, &mut run) && !run.pieces.is_empty() {
-                    path.put_back(priority, run);
+            while let Some((priority, run)) = path.take(CHUNK as u32) {
+                if let Some(rest) = self.send(path, run, || true) {
+                    path.put_back(priority, rest);
                     break;
                 }
             }
             // A swap, to see the ring of whoever found us pumping. Whoever took the path down while we held a run
             // has not found that run: we go on, to send it elsewhere.
             path.pumping.swap(false, Ordering::SeqCst);
+            if self.is_closed() {
+                // As in `end_if_closed`.
+                let stranded = path.take_all();
+                stranded.iter().for_each(|run| self.end_run(run, &Doom::Closed.error()));
+            }
             if path.is_up() && path.rings.load(Ordering::SeqCst) == heard {
                 return;
             }
         }
     }
 
+    /// Sends a run for as long as `goes_on` says so and the transport has room. Returns what is left of it.
+    #[must_use]
+    fn send(
+        self: &Arc<Self>,
+        path: &Arc<PathEntry>,
+        mut run: Run,
+        goes_on: impl Fn() -> bool,
+    ) -> Option<Run> {
+        while !run.pieces.is_empty() {
+            if !goes_on() || !self.send_some(path, &mut run) {
+                return Some(run);
+            }
+        }
+        None
+    }
+
     /// Offers the first pieces of a run to the transport, and takes off the run what it accepted or what has ended.
-    /// Says whether there may be room for more.
-    fn send(self: &Arc<Self>, path: &Arc<PathEntry>, run: &mut Run) -> bool {
+    /// Says whether there may be room for more, of which there may be some left in either case.
+    fn send_some(self: &Arc<Self>, path: &Arc<PathEntry>, run: &mut Run) -> bool {
         let submission = Arc::clone(&run.submission);
         if let Some(doom) = submission.doomed() {
             let doomed = Run { submission, pieces: run.pieces.clone() };

@@ -76,7 +76,7 @@ fn write(pair: &Pair, route: Route) -> Result<()> {
 #[test]
 fn a_run_that_is_put_back_while_its_path_goes_down_takes_another() {
     let (pair, _) = pair(|hooked| {
-        hooked.submit = Some(Box::new(|call, path, events| match call {
+        hooked.submit = Some(Box::new(|call, path, _, events| match call {
             // Full, so that the run is queued; full again, when the path goes down at the same time.
             0 => Some(Ok(0)),
             1 => {
@@ -93,7 +93,7 @@ fn a_run_that_is_put_back_while_its_path_goes_down_takes_another() {
 #[test]
 fn a_path_that_comes_up_again_is_used_without_connecting() {
     let (pair, hooked) = pair(|hooked| {
-        hooked.submit = Some(Box::new(|call, path, events| {
+        hooked.submit = Some(Box::new(|call, path, _, events| {
             if call == 0 {
                 events.path_changed(path, &PathState::Down(failed()));
                 events.path_changed(path, &PathState::Up);
@@ -286,7 +286,7 @@ impl Wake for ShutDown {
 
 #[test]
 fn a_waker_may_shut_the_engine_down_while_that_is_shut_down() {
-    let (pair, _) = pair(|hooked| hooked.submit = Some(Box::new(|_, _, _| Some(Ok(0)))));
+    let (pair, _) = pair(|hooked| hooked.submit = Some(Box::new(|_, _, _, _| Some(Ok(0)))));
     let mut batch = pair.a.batch();
     batch.submit(&[pair.write(0, 64)], SubmitOptions::default()).unwrap();
     let waker = Arc::new(ShutDown(pair.a.clone(), AtomicUsize::new(0)));

@@ -14,13 +14,17 @@ use serde_json::Value;
 /// What a hook does in place of the call, if anything. Calls are counted from zero.
 type Hook<T> = Box<dyn Fn(usize, PathId, &dyn TransportEvents) -> Option<Result<T>> + Send + Sync>;
 
+/// As [`Hook`], with the slices that are submitted.
+type SubmitHook =
+    Box<dyn Fn(usize, PathId, &[Slice], &dyn TransportEvents) -> Option<Result<usize>> + Send + Sync>;
+
 /// A memory transport under a name of its own, with hooks.
 pub struct Hooked {
     inner: Arc<MemoryTransport>,
     name: String,
     context: OnceLock<TransportContext>,
     pub connect: Option<Hook<Vec<Path>>>,
-    pub submit: Option<Hook<usize>>,
+    pub submit: Option<SubmitHook>,
     pub notify: Option<Hook<()>>,
     /// Called before the transport stops.
     pub stop: Option<Box<dyn Fn() + Send + Sync>>,
@@ -53,7 +57,12 @@ impl Hooked {
 
     fn hook<T>(&self, hook: Option<&Hook<T>>, calls: &AtomicUsize, path: PathId) -> Option<Result<T>> {
         let call = calls.fetch_add(1, Ordering::SeqCst);
-        hook.and_then(|hook| hook(call, path, &*self.context.get().unwrap().events))
+        hook.and_then(|hook| hook(call, path, self.events()))
+    }
+
+    /// Where it reports, once it was started.
+    pub fn events(&self) -> &dyn TransportEvents {
+        &*self.context.get().unwrap().events
     }
 }
 
@@ -117,7 +126,8 @@ impl Transport for Hooked {
     }
 
     unsafe fn submit(&self, path: PathId, slices: &[Slice]) -> Result<usize> {
-        let instead = self.hook(self.submit.as_ref(), &self.submits, path);
+        let call = self.submits.fetch_add(1, Ordering::SeqCst);
+        let instead = self.submit.as_ref().and_then(|hook| hook(call, path, slices, self.events()));
         // SAFETY: the caller's promise.
         instead.unwrap_or_else(|| unsafe { self.inner.submit(path, slices) })
     }
