@@ -17,7 +17,7 @@ pub enum Opcode {
     Write,
 }
 
-/// How urgent a request is. Within a class, the order is that of submission.
+/// How urgent a request is. Of one priority, what is alike in length goes in the order of submission.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Priority {

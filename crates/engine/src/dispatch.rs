@@ -9,7 +9,7 @@ use arrayvec::ArrayVec;
 use posthorse_core::{Error, ErrorKind, FarEnd, Level, Priority, RemoteKey, Route, Slice, SliceError};
 
 use crate::engine::Inner;
-use crate::path::{PathEntry, Run};
+use crate::path::{Full, PathEntry, Run};
 use crate::peer::Decision;
 use crate::submission::{Doom, Submission};
 
@@ -69,7 +69,7 @@ impl Inner {
     /// Sends a run along a path, and queues what finds no room.
     fn offer(self: &Arc<Self>, path: &Arc<PathEntry>, priority: Priority, run: Run) {
         if let Some(rest) = self.send(path, run, || !path.has_queue()) {
-            path.queue(priority, rest);
+            path.queue(priority, &rest);
             self.pump(path);
         }
     }
@@ -82,10 +82,10 @@ impl Inner {
         path.rings.fetch_add(1, Ordering::SeqCst);
         while path.has_queue() && !path.pumping.swap(true, Ordering::SeqCst) {
             let heard = path.rings.load(Ordering::SeqCst);
-            while let Some((priority, run)) = path.take(CHUNK as u32) {
+            let mut full = Full::default();
+            while let Some((place, run)) = path.take(CHUNK as u32, full) {
                 if let Some(rest) = self.send(path, run, || true) {
-                    path.put_back(priority, rest);
-                    break;
+                    path.put_back(place, rest, &mut full);
                 }
             }
             // A swap, to see the ring of whoever found us pumping. Whoever took the path down while we held a run

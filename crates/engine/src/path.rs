@@ -1,6 +1,6 @@
 //! A path as the engine sees it: the transport's handle, what is under way on it, and what waits for room.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -38,10 +38,45 @@ pub(crate) struct PathEntry {
     pub(crate) pumping: AtomicBool,
 }
 
-/// What waits for room on a path, by priority.
+/// What waits for room on a path.
+///
+/// A transport may have room for some slices and none for others: a lane of its own for the small ones, say. Where it
+/// draws the line is its own business, and it takes none behind the first that it has no room for. So what waits
+/// does so by priority and class of length, and each class is offered by itself.
 #[derive(Debug, Default)]
 struct Queue {
-    runs: [VecDeque<Run>; 3],
+    runs: BTreeMap<(Priority, Class), VecDeque<(u64, Run)>>,
+    /// The number of the run that came last.
+    last: u64,
+}
+
+/// A class of lengths: all up to a page, and from there on those within a factor of two.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Class(u32);
+
+impl Class {
+    fn of(len: u64) -> Self {
+        const PAGE_BITS: u32 = 12;
+        Self(u64::BITS - (len.saturating_sub(1) >> PAGE_BITS).leading_zeros())
+    }
+}
+
+/// The classes that a transport was found to have no room for.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Full(u64);
+
+impl Full {
+    const fn has(self, class: Class) -> bool {
+        self.0 >> class.0 & 1 == 1
+    }
+}
+
+/// Where in the queue a run was.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Place {
+    priority: Priority,
+    class: Class,
+    number: u64,
 }
 
 impl PathEntry {
@@ -113,37 +148,48 @@ impl PathEntry {
         self.under_way.fetch_sub(bytes, Ordering::Relaxed);
     }
 
-    /// Whether something waits for room, so that newcomers have to wait too.
+    /// Whether something waits for room, so that newcomers have to queue too.
     pub(crate) fn has_queue(&self) -> bool {
         // Sequentially consistent with the rings: see `Inner::pump`.
         self.queued.load(Ordering::SeqCst) > 0
     }
 
-    /// Queues a run behind those of its priority.
-    pub(crate) fn queue(&self, priority: Priority, run: Run) {
-        self.with_queue(|queue| queue.of(priority).push_back(run));
-    }
-
-    /// Puts back what was taken from the front and found no room.
-    pub(crate) fn put_back(&self, priority: Priority, run: Run) {
-        self.with_queue(|queue| queue.of(priority).push_front(run));
-    }
-
-    /// Takes the most urgent run, at most `most` pieces of it.
-    pub(crate) fn take(&self, most: u32) -> Option<(Priority, Run)> {
+    /// Queues a run behind those of its priority, its pieces each in their class.
+    pub(crate) fn queue(&self, priority: Priority, run: &Run) {
+        let runs = by_class(run);
         self.with_queue(|queue| {
-            for priority in [Priority::High, Priority::Medium, Priority::Low] {
-                let runs = queue.of(priority);
-                let Some(front) = runs.front_mut() else { continue };
-                let Range { start, end } = front.pieces;
-                if end - start > most {
-                    front.pieces.start += most;
-                    let submission = Arc::clone(&front.submission);
-                    return Some((priority, Run { submission, pieces: start..start + most }));
-                }
-                return runs.pop_front().map(|run| (priority, run));
+            for (class, run) in runs {
+                queue.last += 1;
+                queue.runs.entry((priority, class)).or_default().push_back((queue.last, run));
             }
-            None
+        });
+    }
+
+    /// Puts back what is left of a run that was taken, since there is no room for its class.
+    pub(crate) fn put_back(&self, place: Place, run: Run, full: &mut Full) {
+        let Place { priority, class, number } = place;
+        full.0 |= 1 << class.0;
+        self.with_queue(|queue| {
+            queue.runs.entry((priority, class)).or_default().push_front((number, run));
+        });
+    }
+
+    /// Takes the most urgent run of a class that is not full, the first of several; at most `most` pieces of it.
+    pub(crate) fn take(&self, most: u32, full: Full) -> Option<(Place, Run)> {
+        self.with_queue(|queue| {
+            let waiting = queue.runs.iter().filter(|((_, class), _)| !full.has(*class));
+            let numbers = waiting.filter_map(|(key, runs)| Some((key.0, runs.front()?.0, key.1)));
+            let (priority, number, class) = numbers.min()?;
+            let runs = queue.runs.get_mut(&(priority, class))?;
+            let (_, front) = runs.front_mut()?;
+            let Range { start, end } = front.pieces;
+            let run = if end - start > most {
+                front.pieces.start += most;
+                Run { submission: Arc::clone(&front.submission), pieces: start..start + most }
+            } else {
+                runs.pop_front()?.1
+            };
+            Some((Place { priority, class, number }, run))
         })
     }
 
@@ -154,8 +200,8 @@ impl PathEntry {
         }
         let mut taken = Vec::new();
         self.with_queue(|queue| {
-            for runs in &mut queue.runs {
-                runs.retain(|run| {
+            for runs in queue.runs.values_mut() {
+                runs.retain(|(_, run)| {
                     let take = run.submission.doomed().is_some();
                     if take {
                         taken.push(run.clone());
@@ -175,7 +221,7 @@ impl PathEntry {
     fn with_queue<T>(&self, work: impl FnOnce(&mut Queue) -> T) -> T {
         let mut queue = self.queue.lock();
         let result = work(&mut queue);
-        let queued = queue.runs.iter().map(VecDeque::len).sum();
+        let queued = queue.runs.values().map(VecDeque::len).sum();
         self.queued.store(queued, Ordering::SeqCst);
         result
     }
@@ -183,17 +229,25 @@ impl PathEntry {
 
 impl Queue {
     fn take_all(&mut self) -> Vec<Run> {
-        self.runs.iter_mut().flat_map(std::mem::take).collect()
+        self.runs.values_mut().flat_map(std::mem::take).map(|(_, run)| run).collect()
     }
+}
 
-    const fn of(&mut self, priority: Priority) -> &mut VecDeque<Run> {
-        let [high, medium, low] = &mut self.runs;
-        match priority {
-            Priority::High => high,
-            Priority::Medium => medium,
-            Priority::Low => low,
+/// A run's pieces, those that follow each other in one class together.
+fn by_class(run: &Run) -> Vec<(Class, Run)> {
+    let cut = &run.submission.work.pieces;
+    let class = |piece: u32| Class::of(cut.get(piece as usize).map_or(0, |piece| piece.len));
+    let mut runs: Vec<(Class, Run)> = Vec::new();
+    for piece in run.pieces.clone() {
+        match runs.last_mut() {
+            Some((last, run)) if *last == class(piece) => run.pieces.end = piece + 1,
+            _ => {
+                let run = Run { submission: Arc::clone(&run.submission), pieces: piece..piece + 1 };
+                runs.push((class(piece), run));
+            }
         }
     }
+    runs
 }
 
 /// All paths of an engine.
@@ -242,5 +296,20 @@ impl Paths {
 
     pub(crate) fn all(&self) -> Vec<Arc<PathEntry>> {
         self.known.read().by_number.values().cloned().collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lengths_within_a_factor_of_two_are_of_one_class_and_powers_of_two_end_one() {
+        assert_eq!(Class::of(0), Class::of(4096));
+        for len in (13..64).map(|bits| 1_u64 << bits) {
+            assert!(Class::of(len / 2) < Class::of(len / 2 + 1), "{len}");
+            assert_eq!(Class::of(len / 2 + 1), Class::of(len), "{len}");
+        }
+        assert!(Class::of(u64::MAX).0 < u64::BITS, "one of the bits of `Full`");
     }
 }
