@@ -50,13 +50,12 @@ impl Inner {
         if let Some(theirs) = &desc.hello {
             self.hello.agree(theirs).map_err(|error| error.with_peer(desc.name.as_str()))?;
         }
-        let transports = self.transports.names();
         let (peer, old) = self.peers.adopt(
             &desc.name,
             |there| there.is_same_life(&desc),
-            |id| Peer::new(id, desc.clone(), &transports),
+            |id| Peer::new(id, desc.clone(), &self.transports.names()),
         );
-        peer.update(&desc, &transports);
+        peer.update(&desc, || self.transports.names());
         if let Some(old) = old {
             // Requests against the old life must not reach the new one, whose memory holds something else.
             let error = Error::new(ErrorKind::PeerRestarted, "the peer restarted under its name");
@@ -195,12 +194,12 @@ impl Inner {
         let desc = self.descriptor();
         let peer = match self.peers.by_id(SegmentId::LOCAL) {
             Some(peer) => {
-                peer.update(&desc, &self.transports.names());
+                peer.update(&desc, || self.transports.names());
                 peer
             }
             None => {
-                let transports = self.transports.names();
-                self.peers.insert_local(Peer::new(SegmentId::LOCAL, desc, &transports))
+                let make = || Peer::new(SegmentId::LOCAL, desc, &self.transports.names());
+                self.peers.insert_local(make)
             }
         };
         self.reach(&peer, Deadline::after(self.config.connect_timeout())).map(|_| Segment { peer })

@@ -20,7 +20,7 @@ use crate::explain::{Explanation, PathReport, TransportReport};
 use crate::inbox::{Inbox, Notification};
 use crate::lease::LeasedMemory;
 use crate::memory::{RegisteredMemory, Withheld};
-use crate::path::{PathEntry, Paths, Run};
+use crate::path::{Paths, Run};
 use crate::peer::{Decision, How, Segment};
 use crate::peers::Peers;
 use crate::plan::Plan;
@@ -408,10 +408,13 @@ impl Inner {
         let Some(transport) = self.transports.take_out(id) else { return };
         let reason =
             Error::new(ErrorKind::PathFailed, format!("transport {:?} was uninstalled", transport.name()));
-        let mine = |path: &Arc<PathEntry>| path.transport_id == id;
-        self.paths.all().iter().filter(|path| mine(path)).for_each(|path| self.path_down(path, &reason));
+        // A path that is being made now is given up by whoever makes it.
+        let peers = self.peers.all();
+        let paths: Vec<_> = peers.iter().flat_map(|peer| peer.forget(id)).collect();
+        paths.iter().for_each(|path| self.path_down(path, &reason));
+        peers.iter().for_each(|peer| self.relaunch(peer.take_waiting(|_| true)));
         transport.stop();
-        self.paths.all().iter().filter(|path| mine(path)).for_each(|path| self.paths.remove(path));
+        paths.iter().for_each(|path| self.paths.remove(path));
     }
 
     pub(crate) fn descriptor(&self) -> SegmentDesc {

@@ -133,15 +133,21 @@ impl Peer {
             && (self.incarnation.is_some() || self.published.read().desc.transports == desc.transports)
     }
 
-    /// Takes a newer descriptor of the same life, and what is installed here now.
-    pub(crate) fn update(&self, desc: &SegmentDesc, transports: &[(TransportId, String)]) {
-        if *self.published.read().desc == *desc && self.knows(transports) {
+    /// Takes a newer descriptor of the same life, and what is installed here now, in order of preference.
+    pub(crate) fn update(&self, desc: &SegmentDesc, transports: impl FnOnce() -> Vec<(TransportId, String)>) {
+        let changed = *self.published.read().desc != *desc;
+        if changed {
+            *self.published.write() = Published::new(desc.clone());
+        }
+        let mut reaches = self.reaches.lock();
+        // Asked under the lock: what was uninstalled before is not there, and what is uninstalled hereafter is
+        // forgotten after this.
+        let transports = transports();
+        if !changed && reaches.iter().map(|state| state.transport).eq(transports.iter().map(|(id, _)| *id)) {
             return;
         }
-        *self.published.write() = Published::new(desc.clone());
-        let mut reaches = self.reaches.lock();
         let mut known = std::mem::take(&mut *reaches);
-        *reaches = states(desc, transports);
+        *reaches = states(desc, &transports);
         for state in reaches.iter_mut() {
             let before = known.iter_mut().find(|before| before.transport == state.transport);
             if let Some(before) = before.filter(|before| !matches!(before.how, How::Absent)) {
@@ -150,9 +156,17 @@ impl Peer {
         }
     }
 
-    fn knows(&self, transports: &[(TransportId, String)]) -> bool {
-        let reaches = self.reaches.lock();
-        reaches.iter().map(|state| state.transport).eq(transports.iter().map(|(id, _)| *id))
+    /// Forgets a transport that was uninstalled. Its paths are returned, to be given up.
+    #[must_use]
+    pub(crate) fn forget(&self, transport: TransportId) -> Vec<Arc<PathEntry>> {
+        let gone: Vec<State> =
+            self.reaches.lock().extract_if(.., |state| state.transport == transport).collect();
+        self.signal.ring();
+        let paths = gone.into_iter().filter_map(|state| match state.how {
+            How::Connected(entries) => Some(entries),
+            _ => None,
+        });
+        paths.flatten().collect()
     }
 
     /// The token for a range that the peer published.

@@ -34,7 +34,8 @@ impl Peers {
         known.by_id.get(known.by_name.get(name)?).cloned()
     }
 
-    /// The peer of this name, if it is the `same`, else a new one; then the one that it replaces is returned too.
+    /// The peer of this name, if it is the `same`, else a new one; then the one that it replaces is returned too. What is
+    /// made knows the transports of the time when it is made: no uninstall passes between that and its being found.
     pub(crate) fn adopt(
         &self,
         name: &str,
@@ -61,8 +62,8 @@ impl Peers {
     }
 
     /// The engine's own segment, which is found by its number alone.
-    pub(crate) fn insert_local(&self, peer: Peer) -> Arc<Peer> {
-        Arc::clone(self.inner.write().by_id.entry(SegmentId::LOCAL).or_insert_with(|| Arc::new(peer)))
+    pub(crate) fn insert_local(&self, make: impl FnOnce() -> Peer) -> Arc<Peer> {
+        Arc::clone(self.inner.write().by_id.entry(SegmentId::LOCAL).or_insert_with(|| Arc::new(make())))
     }
 
     pub(crate) fn remove(&self, id: SegmentId) -> Option<Arc<Peer>> {

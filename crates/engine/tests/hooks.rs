@@ -37,6 +37,18 @@ fn failed() -> Error {
     Error::new(ErrorKind::PathFailed, "the hook")
 }
 
+/// A path that no transport has, and which is down.
+fn down_path(id: u64) -> Path {
+    Path {
+        id: PathId(id),
+        local_device: String::new(),
+        remote_device: String::new(),
+        numa_node: None,
+        bandwidth: 0,
+        state: PathState::Down(failed()),
+    }
+}
+
 /// A pair whose engine `a` goes by a hooked transport.
 fn pair(hook: impl FnOnce(&mut Hooked)) -> (Pair, Arc<Hooked>) {
     let world = World::default();
@@ -138,17 +150,7 @@ fn a_segment_that_could_not_be_opened_can_be_later_and_leaves_no_path_behind() {
     let mut hooked = Hooked::new(world.hub.transport(), "memory");
     hooked.connect = Some(Box::new({
         let open = Arc::clone(&open);
-        move |call, _, _| {
-            let down = Path {
-                id: PathId(1000 + call as u64),
-                local_device: String::new(),
-                remote_device: String::new(),
-                numa_node: None,
-                bandwidth: 0,
-                state: PathState::Down(failed()),
-            };
-            (!open.load(Ordering::SeqCst)).then(|| Ok(vec![down]))
-        }
+        move |call, _, _| (!open.load(Ordering::SeqCst)).then(|| Ok(vec![down_path(1000 + call as u64)]))
     }));
     let hooked = Arc::new(hooked);
     let a = world.engine_by("a", Arc::clone(&hooked) as _, EngineConfig::default());
@@ -221,6 +223,39 @@ fn a_better_transport_that_hangs_does_not_hold_up_what_another_carries() {
     until("the better transport is taken when it is there", || {
         pair.a.best_transport(&pair.to_b).unwrap().0 == "better"
     });
+}
+
+#[test]
+fn a_transport_that_is_uninstalled_while_it_is_connected_is_forgotten_and_leaves_no_path_behind() {
+    let (there, go, wait) = waiting();
+    let (pair, hooked) = with_better(|hooked| {
+        hooked.connect = Some(Box::new(move |call, _, _| {
+            // Connected the first time; the second time it is uninstalled meanwhile.
+            (call > 0).then(|| {
+                wait();
+                Ok(vec![Path { state: PathState::Up, ..down_path(77) }])
+            })
+        }));
+    });
+    let names = |pair: &Pair| {
+        let known = pair.a.explain(&pair.to_b).transports;
+        known.into_iter().map(|transport| transport.name).collect::<Vec<_>>()
+    };
+    assert_eq!(names(&pair), ["better", "memory", "local"]);
+    let [better, memory] = ["better", "memory"].map(|name| pair.a.transport_id(name).unwrap());
+    write(&pair, Route::Require(memory)).unwrap();
+    hooked.events().path_changed(PathId(1), &PathState::Down(failed()));
+    let mut batch = pair.a.batch();
+    let request = TransferRequest { route: Route::Require(better), ..pair.write(0, 4096) };
+    batch.submit(&[request], options()).unwrap();
+    there.recv().unwrap();
+    pair.a.uninstall("better").unwrap();
+    assert_eq!(batch.wait(soon()).unwrap_err().kind(), ErrorKind::NoPath, "it waits for nothing any more");
+    go.send(()).unwrap();
+    until("both paths are given up", || hooked.disconnected.load(Ordering::SeqCst) == 2);
+    assert_eq!(hooked.connected.load(Ordering::SeqCst), 2);
+    assert_eq!(names(&pair), ["memory", "local"]);
+    write(&pair, Route::Auto).unwrap();
 }
 
 #[test]
