@@ -12,7 +12,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use posthorse_core::{
-    Access, Deadline, Error, ErrorKind, Path, PathId, PathState, Result, Route, TransferRequest,
+    Access, Completion, Deadline, Error, ErrorKind, FarEnd, Path, PathId, PathState, Result, Route,
+    SliceError, TransferRequest,
 };
 use posthorse_engine::{EngineConfig, SubmitOptions, TransferEngine};
 use posthorse_segment::Directory;
@@ -256,6 +257,47 @@ fn a_transport_that_is_uninstalled_while_it_is_connected_is_forgotten_and_leaves
     assert_eq!(hooked.connected.load(Ordering::SeqCst), 2);
     assert_eq!(names(&pair), ["memory", "local"]);
     write(&pair, Route::Auto).unwrap();
+}
+
+#[test]
+fn a_thread_that_helps_its_batch_ends_what_is_past_its_deadline() {
+    let (there, go, wait) = waiting();
+    let (pair, _) = pair(|hooked| {
+        let tokens = Arc::new(Mutex::new(Vec::new()));
+        let posted = Arc::clone(&tokens);
+        hooked.submit = Some(Box::new(move |_, _, slices, _| {
+            posted.lock().unwrap().extend(slices.iter().map(|slice| slice.token));
+            Some(Ok(slices.len()))
+        }));
+        hooked.help = Some(Box::new(|| true));
+        hooked.cancel = Some(Box::new(move |which, events| {
+            let is_ticker = thread::current().name() == Some("engine-ticker");
+            if is_ticker {
+                wait();
+            }
+            let called_off: Vec<u64> = tokens.lock().unwrap().extract_if(.., |token| which(*token)).collect();
+            let error = Error::new(ErrorKind::Cancelled, "the hook");
+            let result = Err(SliceError { error, far_end: FarEnd::Quiet });
+            let of = |token| Completion { token, result: result.clone() };
+            events.completed(&called_off.into_iter().map(of).collect::<Vec<_>>());
+        }));
+    });
+    let submit = || {
+        let mut batch = pair.a.batch();
+        let deadline = Deadline::after(Duration::from_millis(20));
+        batch.submit(&[pair.write(0, 64)], SubmitOptions { deadline, ..options() }).unwrap();
+        batch
+    };
+    // The engine's own clock, which would end it too, is held up by another batch.
+    let other = submit();
+    there.recv().unwrap();
+    let batch = submit();
+    let outcome = batch.wait(soon());
+    let done = batch.is_done();
+    drop(go);
+    assert!(done, "{outcome:?}");
+    assert_eq!(outcome.unwrap_err().kind(), ErrorKind::DeadlineExceeded);
+    assert_eq!(other.wait(soon()).unwrap_err().kind(), ErrorKind::DeadlineExceeded);
 }
 
 #[test]

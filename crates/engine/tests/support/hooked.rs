@@ -18,6 +18,9 @@ type Hook<T> = Box<dyn Fn(usize, PathId, &dyn TransportEvents) -> Option<Result<
 type SubmitHook =
     Box<dyn Fn(usize, PathId, &[Slice], &dyn TransportEvents) -> Option<Result<usize>> + Send + Sync>;
 
+/// What is done in place of a cancel.
+type CancelHook = Box<dyn Fn(&mut dyn FnMut(u64) -> bool, &dyn TransportEvents) + Send + Sync>;
+
 /// A memory transport under a name of its own, with hooks.
 pub struct Hooked {
     inner: Arc<MemoryTransport>,
@@ -26,6 +29,8 @@ pub struct Hooked {
     pub connect: Option<Hook<Vec<Path>>>,
     pub submit: Option<SubmitHook>,
     pub notify: Option<Hook<()>>,
+    pub help: Option<Box<dyn Fn() -> bool + Send + Sync>>,
+    pub cancel: Option<CancelHook>,
     /// Called before the transport stops.
     pub stop: Option<Box<dyn Fn() + Send + Sync>>,
     connects: AtomicUsize,
@@ -45,6 +50,8 @@ impl Hooked {
             connect: None,
             submit: None,
             notify: None,
+            help: None,
+            cancel: None,
             stop: None,
             connects: AtomicUsize::new(0),
             submits: AtomicUsize::new(0),
@@ -133,7 +140,7 @@ impl Transport for Hooked {
     }
 
     fn help(&self) -> bool {
-        self.inner.help()
+        self.help.as_ref().map_or_else(|| self.inner.help(), |hook| hook())
     }
 
     fn notify(&self, path: PathId, token: u64, data: &[u8]) -> Result<()> {
@@ -142,7 +149,10 @@ impl Transport for Hooked {
     }
 
     fn cancel(&self, path: PathId, which: &mut dyn FnMut(u64) -> bool) {
-        self.inner.cancel(path, which);
+        match &self.cancel {
+            Some(hook) => hook(which, self.events()),
+            None => self.inner.cancel(path, which),
+        }
     }
 
     fn fence(&self, path: PathId) {
