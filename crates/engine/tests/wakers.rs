@@ -1,0 +1,179 @@
+//! What the waker of a batch may do: it may end the engine, or the very thing that calls it, on whatever thread it is
+//! called.
+#![cfg(all(feature = "shm", feature = "tcp"))]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs)]
+
+#[allow(dead_code, unreachable_pub)]
+mod support;
+
+use std::future::Future;
+use std::sync::{Arc, Mutex, mpsc};
+use std::task::{Context, Poll, Wake};
+use std::thread;
+use std::time::Duration;
+
+use posthorse_core::{Access, ErrorKind, Opcode, Route, TransferRequest, TransferState};
+use posthorse_engine::{
+    Batch, EngineConfig, RegisteredMemory, Segment, SubmitOptions, TaskId, TransferEngine,
+};
+use posthorse_memory::MemoryOptions;
+use posthorse_testkit::MemoryHub;
+use support::hooked::Hooked;
+use support::{request, soon};
+
+const LEN: u64 = 4096;
+
+/// Does something when it is woken first.
+struct Once(Mutex<Option<Box<dyn FnOnce() + Send>>>);
+
+impl Wake for Once {
+    fn wake(self: Arc<Self>) {
+        let work = self.0.lock().unwrap().take();
+        work.into_iter().for_each(|work| work());
+    }
+}
+
+/// Two engines, the memory of the one and a way for the other to write there. What goes by the transport `stuck` does
+/// not end by itself.
+struct Scene {
+    /// The only handle of the engine that writes, until a waker takes it.
+    writer: Arc<Mutex<Option<TransferEngine>>>,
+    _owner: TransferEngine,
+    segment: Segment,
+    source: RegisteredMemory,
+    target: RegisteredMemory,
+}
+
+impl Scene {
+    fn new(inline_bytes: usize) -> Self {
+        let hub = MemoryHub::new();
+        let engine = |stuck: bool| {
+            let mut config = EngineConfig { advertise: "127.0.0.1".to_owned(), ..EngineConfig::default() };
+            config.shm.iter_mut().for_each(|shm| (shm.inline_bytes, shm.copy_threads) = (inline_bytes, 1));
+            let mut hooked = Hooked::new(hub.transport(), "stuck");
+            if stuck {
+                hooked.submit = Some(Box::new(|_, _, _, _| Some(Ok(0))));
+            }
+            TransferEngine::builder().config(config).transport(Arc::new(hooked)).build().unwrap()
+        };
+        let (writer, owner) = (engine(true), engine(false));
+        let register = |engine: &TransferEngine| {
+            let memory = MemoryOptions::new(LEN as usize).shared(true).allocate().unwrap();
+            engine.register(Arc::new(memory), Access::ReadWrite).unwrap()
+        };
+        let (source, target) = (register(&writer), register(&owner));
+        let segment = writer.open(owner.name(), soon()).unwrap();
+        Self { writer: Arc::new(Mutex::new(Some(writer))), _owner: owner, segment, source, target }
+    }
+
+    fn writer(&self) -> TransferEngine {
+        self.writer.lock().unwrap().clone().unwrap()
+    }
+
+    fn submit(&self, batch: &mut Batch, transport: &str) -> TaskId {
+        let route = Route::Require(self.writer().transport_id(transport).unwrap());
+        let write = request(Opcode::Write, self.source.at(0), self.segment.id(), self.target.address(), LEN);
+        batch.submit(&[TransferRequest { route, ..write }], SubmitOptions::default()).unwrap()
+    }
+
+    /// A batch that will not end by itself, and does something as soon as anything of it does.
+    fn batch(&self, work: impl FnOnce() + Send + 'static) -> Batch {
+        let mut batch = self.writer().batch();
+        self.submit(&mut batch, "stuck");
+        let waker = Arc::new(Once(Mutex::new(Some(Box::new(work))))).into();
+        let pending = std::pin::pin!(batch.done()).poll(&mut Context::from_waker(&waker));
+        assert!(matches!(pending, Poll::Pending));
+        batch
+    }
+}
+
+/// What a waker does with an engine, a segment and the transport that carried the transfer, before it drops what may be
+/// the last handle of the engine.
+type Act = fn(&TransferEngine, Segment, &str);
+
+const ACTS: [(&str, Act); 4] = [
+    ("a shutdown", |engine, _, _| engine.shutdown()),
+    ("a close", |engine, segment, _| engine.close(segment)),
+    ("an uninstall", |engine, _, transport| engine.uninstall(transport).unwrap()),
+    ("a drop", |_, _, _| {}),
+];
+
+/// Has a waker do each of the acts on a thread whose name begins so; `carry` has a transfer of a batch end there.
+fn each_act(
+    transport: &'static str,
+    inline_bytes: usize,
+    on: &'static str,
+    carry: fn(&Scene, Batch) -> Batch,
+) {
+    for (name, act) in ACTS {
+        let (tell, done) = mpsc::channel();
+        let play = move || {
+            let scene = Scene::new(inline_bytes);
+            // From here on the memory is mapped: it may be written where the write is submitted.
+            let mut before = scene.writer().batch();
+            scene.submit(&mut before, transport);
+            before.wait(soon()).unwrap();
+            let (writer, segment) = (Arc::clone(&scene.writer), scene.segment.clone());
+            let (tell_end, ended) = mpsc::channel();
+            let batch = scene.batch(move || {
+                let engine = writer.lock().unwrap().take().unwrap();
+                act(&engine, segment, transport);
+                drop(engine);
+                tell_end.send(thread::current().name().unwrap_or_default().to_owned()).unwrap();
+            });
+            let batch = carry(&scene, batch);
+            let thread = ended.recv().unwrap();
+            assert!(thread.starts_with(on), "{name} on {thread}");
+            assert_eq!(batch.task(TaskId(1)).unwrap().state, TransferState::Completed, "{name}");
+            assert_eq!(batch.wait(soon()).unwrap_err().kind(), ErrorKind::Closed, "{name}");
+            tell.send(()).unwrap();
+        };
+        // On another thread, so that a test whose thread hangs ends all the same.
+        thread::Builder::new().name("submitter".to_owned()).spawn(play).unwrap();
+        assert_eq!(done.recv_timeout(Duration::from_secs(60)), Ok(()), "{name} waits for itself");
+    }
+}
+
+#[test]
+fn the_waker_of_a_batch_may_end_what_calls_it_on_a_lane_of_tcp() {
+    each_act("tcp", 0, "tcp-lane", |scene, mut batch| {
+        scene.submit(&mut batch, "tcp");
+        batch
+    });
+}
+
+#[test]
+fn the_waker_of_a_batch_may_end_what_calls_it_on_a_copy_thread() {
+    each_act("shm", 0, "shm-copy", |scene, mut batch| {
+        scene.submit(&mut batch, "shm");
+        batch
+    });
+}
+
+#[test]
+fn the_waker_of_a_batch_may_end_what_calls_it_on_a_thread_that_submits() {
+    each_act("shm", LEN as usize, "submitter", |scene, mut batch| {
+        scene.submit(&mut batch, "shm");
+        batch
+    });
+}
+
+#[test]
+fn the_waker_of_a_batch_may_end_what_calls_it_on_a_thread_that_helps() {
+    each_act("shm", 0, "submitter", |scene, mut batch| {
+        // The one copy thread is busy with another waker, until that of the batch is called.
+        let (tell, busy) = mpsc::channel();
+        let writer = Arc::clone(&scene.writer);
+        let mut other = scene.batch(move || {
+            tell.send(()).unwrap();
+            while writer.lock().unwrap().is_some() {
+                thread::yield_now();
+            }
+        });
+        scene.submit(&mut other, "shm");
+        busy.recv().unwrap();
+        scene.submit(&mut batch, "shm");
+        let _ = batch.wait(soon());
+        batch
+    });
+}
