@@ -12,7 +12,7 @@ use std::task::{Context, Poll, Wake};
 use std::thread;
 use std::time::Duration;
 
-use posthorse_core::{Access, ErrorKind, Opcode, Route, TransferRequest, TransferState};
+use posthorse_core::{Access, Deadline, Error, ErrorKind, Opcode, Route, TransferRequest, TransferState};
 use posthorse_engine::{
     Batch, EngineConfig, RegisteredMemory, Segment, SubmitOptions, TaskId, TransferEngine,
 };
@@ -33,8 +33,8 @@ impl Wake for Once {
     }
 }
 
-/// Two engines, the memory of the one and a way for the other to write there. What goes by the transport `stuck` does
-/// not end by itself.
+/// Two engines, the memory of the one and ways for the other to write there. What goes by the transport `stuck` does
+/// not end by itself, and the transport `broken` cannot be connected.
 struct Scene {
     /// The only handle of the engine that writes, until a waker takes it.
     writer: Arc<Mutex<Option<TransferEngine>>>,
@@ -47,14 +47,18 @@ struct Scene {
 impl Scene {
     fn new(inline_bytes: usize) -> Self {
         let hub = MemoryHub::new();
-        let engine = |stuck: bool| {
+        let engine = |writes: bool| {
             let mut config = EngineConfig { advertise: "127.0.0.1".to_owned(), ..EngineConfig::default() };
             config.shm.iter_mut().for_each(|shm| (shm.inline_bytes, shm.copy_threads) = (inline_bytes, 1));
-            let mut hooked = Hooked::new(hub.transport(), "stuck");
-            if stuck {
-                hooked.submit = Some(Box::new(|_, _, _, _| Some(Ok(0))));
+            let mut stuck = Hooked::new(hub.transport(), "stuck");
+            let mut broken = Hooked::new(hub.transport(), "broken");
+            if writes {
+                stuck.submit = Some(Box::new(|_, _, _, _| Some(Ok(0))));
+                broken.connect =
+                    Some(Box::new(|_, _, _| Some(Err(Error::new(ErrorKind::NoPath, "the hook")))));
             }
-            TransferEngine::builder().config(config).transport(Arc::new(hooked)).build().unwrap()
+            let builder = TransferEngine::builder().config(config);
+            builder.transport(Arc::new(stuck)).transport(Arc::new(broken)).build().unwrap()
         };
         let (writer, owner) = (engine(true), engine(false));
         let register = |engine: &TransferEngine| {
@@ -70,10 +74,15 @@ impl Scene {
         self.writer.lock().unwrap().clone().unwrap()
     }
 
-    fn submit(&self, batch: &mut Batch, transport: &str) -> TaskId {
+    fn submit(&self, batch: &mut Batch, transport: &str) {
+        self.submit_until(Deadline::NEVER, batch, transport);
+    }
+
+    fn submit_until(&self, deadline: Deadline, batch: &mut Batch, transport: &str) {
         let route = Route::Require(self.writer().transport_id(transport).unwrap());
         let write = request(Opcode::Write, self.source.at(0), self.segment.id(), self.target.address(), LEN);
-        batch.submit(&[TransferRequest { route, ..write }], SubmitOptions::default()).unwrap()
+        let options = SubmitOptions { deadline, ..SubmitOptions::default() };
+        batch.submit(&[TransferRequest { route, ..write }], options).unwrap();
     }
 
     /// A batch that will not end by itself, and does something as soon as anything of it does.
@@ -98,11 +107,12 @@ const ACTS: [(&str, Act); 4] = [
     ("a drop", |_, _, _| {}),
 ];
 
-/// Has a waker do each of the acts on a thread whose name begins so; `carry` has a transfer of a batch end there.
+/// Has a waker do each of the acts on a thread whose name begins so; `carry` has a transfer of a batch end there, and so.
 fn each_act(
     transport: &'static str,
     inline_bytes: usize,
     on: &'static str,
+    end: TransferState,
     carry: fn(&Scene, Batch) -> Batch,
 ) {
     for (name, act) in ACTS {
@@ -124,8 +134,9 @@ fn each_act(
             let batch = carry(&scene, batch);
             let thread = ended.recv().unwrap();
             assert!(thread.starts_with(on), "{name} on {thread}");
-            assert_eq!(batch.task(TaskId(1)).unwrap().state, TransferState::Completed, "{name}");
-            assert_eq!(batch.wait(soon()).unwrap_err().kind(), ErrorKind::Closed, "{name}");
+            let _ = batch.wait(soon());
+            let states = [0, 1].map(|task| batch.task(TaskId(task)).unwrap().state);
+            assert_eq!(states, [TransferState::Failed, end], "{name}");
             tell.send(()).unwrap();
         };
         // On another thread, so that a test whose thread hangs ends all the same.
@@ -136,7 +147,7 @@ fn each_act(
 
 #[test]
 fn the_waker_of_a_batch_may_end_what_calls_it_on_a_lane_of_tcp() {
-    each_act("tcp", 0, "tcp-lane", |scene, mut batch| {
+    each_act("tcp", 0, "tcp-lane", TransferState::Completed, |scene, mut batch| {
         scene.submit(&mut batch, "tcp");
         batch
     });
@@ -144,7 +155,7 @@ fn the_waker_of_a_batch_may_end_what_calls_it_on_a_lane_of_tcp() {
 
 #[test]
 fn the_waker_of_a_batch_may_end_what_calls_it_on_a_copy_thread() {
-    each_act("shm", 0, "shm-copy", |scene, mut batch| {
+    each_act("shm", 0, "shm-copy", TransferState::Completed, |scene, mut batch| {
         scene.submit(&mut batch, "shm");
         batch
     });
@@ -152,7 +163,7 @@ fn the_waker_of_a_batch_may_end_what_calls_it_on_a_copy_thread() {
 
 #[test]
 fn the_waker_of_a_batch_may_end_what_calls_it_on_a_thread_that_submits() {
-    each_act("shm", LEN as usize, "submitter", |scene, mut batch| {
+    each_act("shm", LEN as usize, "submitter", TransferState::Completed, |scene, mut batch| {
         scene.submit(&mut batch, "shm");
         batch
     });
@@ -160,7 +171,7 @@ fn the_waker_of_a_batch_may_end_what_calls_it_on_a_thread_that_submits() {
 
 #[test]
 fn the_waker_of_a_batch_may_end_what_calls_it_on_a_thread_that_helps() {
-    each_act("shm", 0, "submitter", |scene, mut batch| {
+    each_act("shm", 0, "submitter", TransferState::Completed, |scene, mut batch| {
         // The one copy thread is busy with another waker, until that of the batch is called.
         let (tell, busy) = mpsc::channel();
         let writer = Arc::clone(&scene.writer);
@@ -174,6 +185,22 @@ fn the_waker_of_a_batch_may_end_what_calls_it_on_a_thread_that_helps() {
         busy.recv().unwrap();
         scene.submit(&mut batch, "shm");
         let _ = batch.wait(soon());
+        batch
+    });
+}
+
+#[test]
+fn the_waker_of_a_batch_may_end_what_calls_it_on_the_thread_that_looks_at_deadlines() {
+    each_act("tcp", 0, "engine-ticker", TransferState::Timeout, |scene, mut batch| {
+        scene.submit_until(Deadline::after(Duration::from_millis(1)), &mut batch, "stuck");
+        batch
+    });
+}
+
+#[test]
+fn the_waker_of_a_batch_may_end_what_calls_it_on_a_thread_that_connects() {
+    each_act("tcp", 0, "engine-control", TransferState::Failed, |scene, mut batch| {
+        scene.submit(&mut batch, "broken");
         batch
     });
 }
