@@ -25,12 +25,15 @@ pub(crate) fn create(size: usize, hugetlb: bool) -> Result<OwnedFd, Errno> {
     Ok(fd)
 }
 
-/// Another descriptor of the same file, through which it can only be read.
-pub(crate) fn reopen_read_only(fd: impl AsFd) -> Result<OwnedFd> {
+/// Another descriptor of the same file in memory, through which it can only be read.
+///
+/// # Errors
+/// What the system says when `/proc` is not mounted.
+pub fn reopen_read_only(fd: impl AsFd) -> Result<OwnedFd> {
     let path = format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd());
     open(&path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).map_err(|error| {
         Error::os(&format!("opening {path} read-only"), &error.into())
-            .with_advice("/proc must be mounted: the file has no other name")
+            .with_advice("/proc must be mounted: a file in memory has no other name")
     })
 }
 

@@ -43,6 +43,8 @@ pub(crate) struct Lent {
 struct State {
     jobs: Jobs<Arc<Link>>,
     arrivals: Vec<Arrival>,
+    /// What threads that helped worked with, for the next.
+    spare: Vec<Turn>,
     /// Threads that copy right now, those that help among them.
     copying: u32,
     /// Threads of our own that sleep and were not notified.
@@ -57,7 +59,7 @@ struct State {
 pub(crate) struct Copiers {
     state: Mutex<State>,
     /// Whether there may be something to do: what a thread without the lock looks at.
-    available: AtomicBool,
+    available: Arc<AtomicBool>,
     /// How many threads copy at once.
     most: u32,
     spin: Duration,
@@ -84,17 +86,23 @@ enum Next {
 
 impl Copiers {
     /// Starts as many threads as configured.
-    pub(crate) fn start(config: &ShmConfig, events: Arc<dyn TransportEvents>) -> Result<Arc<Self>> {
+    /// `available` says from then on whether there may be something to do.
+    pub(crate) fn start(
+        config: &ShmConfig,
+        events: Arc<dyn TransportEvents>,
+        available: Arc<AtomicBool>,
+    ) -> Result<Arc<Self>> {
         let this = Arc::new(Self {
             state: Mutex::new(State {
                 jobs: Jobs::new(config.piece_bytes, config.queue_slices),
                 arrivals: Vec::new(),
+                spare: Vec::new(),
                 copying: 0,
                 asleep: 0,
                 spinning: false,
                 stopping: false,
             }),
-            available: AtomicBool::new(false),
+            available,
             most: config.copy_threads(),
             spin: config.spin(),
             work: Condvar::new(),
@@ -130,6 +138,7 @@ impl Copiers {
                 let _ = thread.join();
             }
         }
+        self.available.store(false, Ordering::Release);
         let arrivals = std::mem::take(&mut self.state.lock().arrivals);
         drop(arrivals);
     }
@@ -183,17 +192,20 @@ impl Copiers {
         }
     }
 
-    /// Copies one piece of what waits, if there is one and not enough threads copy already. Says whether it did.
+    /// Copies one piece of what waits, if there is one (see `available`) and not enough threads copy already. Says whether it did.
     pub(crate) fn help(&self) -> bool {
-        if !self.available.load(Ordering::Acquire) {
-            return false;
-        }
-        let mut turn = Turn::default();
-        let taken = self.change(|state| state.copying < self.most && state.take(&mut turn, 1));
-        if taken {
-            self.copy(&mut turn);
-        }
-        taken
+        let taken = self.change(|state| {
+            let mut turn = state.spare.pop().unwrap_or_default();
+            if state.copying < self.most && state.take(&mut turn, 1) {
+                return Some(turn);
+            }
+            state.spare.push(turn);
+            None
+        });
+        let Some(mut turn) = taken else { return false };
+        self.copy(&mut turn);
+        self.state.lock().spare.push(turn);
+        true
     }
 
     fn report(&self, act: impl FnOnce(&mut Jobs<Arc<Link>>, &mut Reports)) {

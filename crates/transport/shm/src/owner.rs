@@ -11,10 +11,10 @@ use posthorse_core::{
     Access, Deadline, Error, ErrorKind, Grant, GrantToken, HostView, Region, RegionId, RegisteredRegion,
     Result,
 };
+use posthorse_memory::reopen_read_only;
 
 use crate::client::Client;
 use crate::table::{Key, PeerHash, Table, Terms};
-use crate::words::reopen_read_only;
 
 #[derive(Debug)]
 struct Owned {
@@ -133,7 +133,9 @@ impl Owner {
         for token in tokens {
             self.revoke(token, deadline)?;
         }
-        self.state.lock().regions.remove(&region);
+        let forgotten = self.state.lock().regions.remove(&region);
+        // Not under the lock: it may be the last that holds the memory.
+        drop(forgotten);
         Ok(())
     }
 
@@ -266,11 +268,12 @@ impl Owner {
 
 impl State {
     fn open_region(&self, id: RegionId) -> Result<&Owned> {
-        self.regions
-            .get(&id)
-            .filter(|owned| !owned.closing)
-            .ok_or_else(|| Error::new(ErrorKind::NotRegistered, format!("region {id} is not registered")))
+        self.regions.get(&id).filter(|owned| !owned.closing).ok_or_else(|| not_registered(id))
     }
+}
+
+pub(crate) fn not_registered(id: RegionId) -> Error {
+    Error::new(ErrorKind::NotRegistered, format!("region {id} is not registered"))
 }
 
 /// Waits for something that another process does, of which nothing wakes us: briefly by spinning, then with

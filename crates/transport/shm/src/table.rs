@@ -9,9 +9,10 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering;
 
 use posthorse_core::{Access, Error, ErrorKind, GrantToken, RegionId, Result};
+use posthorse_memory::reopen_read_only;
 
 use crate::protocol;
-use crate::words::{Words, reopen_read_only};
+use crate::words::Words;
 
 const ENTRY_WORDS: usize = 8;
 /// In the first line: not zero when the owner's transport is stopping.

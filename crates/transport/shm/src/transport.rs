@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use parking_lot::{Mutex, RwLock};
@@ -52,6 +52,8 @@ pub struct ShmTransport {
     running: Mutex<Option<Arc<Running>>>,
     /// Held by whoever starts or stops the transport, and never waited for: a baton.
     changing: Mutex<()>,
+    /// Whether there may be something to copy.
+    available: Arc<AtomicBool>,
     links: RwLock<HashMap<PathId, Arc<Link>>>,
     next_path: AtomicU64,
 }
@@ -77,6 +79,7 @@ impl ShmTransport {
             config,
             running: Mutex::default(),
             changing: Mutex::default(),
+            available: Arc::default(),
             links: RwLock::default(),
             next_path: AtomicU64::new(1),
         })
@@ -254,7 +257,7 @@ impl Transport for ShmTransport {
             host_id: config.host_id.clone(),
         };
         let events: Arc<dyn TransportEvents> = Arc::new(Events(Arc::clone(&context.events)));
-        let copiers = Copiers::start(config, Arc::clone(&events))?;
+        let copiers = Copiers::start(config, Arc::clone(&events), Arc::clone(&self.available))?;
         let tick = (config.liveness() / 4).clamp(Duration::from_millis(5), Duration::from_millis(500));
         let reactor = Reactor::start(tick).inspect_err(|_| copiers.stop())?;
         let limits = Limits { liveness: config.liveness(), max_peers: config.max_peers };
@@ -363,7 +366,8 @@ impl Transport for ShmTransport {
     }
 
     fn help(&self) -> bool {
-        if self.fork.is_forked() {
+        // Asked over and over, mostly in vain.
+        if !self.available.load(Ordering::Acquire) || self.fork.is_forked() {
             return false;
         }
         let copiers = self.running.lock().as_ref().map(|running| Arc::clone(&running.around.copiers));

@@ -1,14 +1,13 @@
 //! Words in memory that two processes share: the only place where control memory is mapped.
 
 use std::fmt;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::{NonNull, null_mut};
 use std::sync::atomic::AtomicU64;
 
 use posthorse_core::{Error, ErrorKind, Result};
 use rustix::fs::{
-    MemfdFlags, Mode, OFlags, SealFlags, fchmod, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate,
-    memfd_create, open,
+    MemfdFlags, Mode, SealFlags, fchmod, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create,
 };
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
@@ -128,18 +127,11 @@ fn check(fd: impl AsFd, count: usize) -> Result<()> {
     ))
 }
 
-/// Another descriptor of the same file, through which it can only be read.
-pub(crate) fn reopen_read_only(fd: impl AsFd) -> Result<OwnedFd> {
-    let path = format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd());
-    open(&path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).map_err(|error| {
-        Error::os(&format!("opening {path} read-only"), &error.into())
-            .with_advice("/proc must be mounted: a file in memory has no other name")
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::Ordering;
+
+    use posthorse_memory::reopen_read_only;
 
     use super::*;
 
