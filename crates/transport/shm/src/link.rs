@@ -263,7 +263,7 @@ impl Link {
             Err(error) => return self.refuse(request, &error.with_peer(&*self.met.peer)),
         };
         let writable = region.writable();
-        let waiters = {
+        let (waiters, replaced) = {
             let mut pending = self.pending.lock();
             if pending.asked.get(&request).is_none_or(|asked| asked.answer != Some(answer)) {
                 // Withdrawn or given up meanwhile.
@@ -272,13 +272,18 @@ impl Link {
             pending.asked.remove(&request);
             let mut regions = self.regions.write();
             // One that can be written is as good for reading as one that cannot.
-            if writable || !regions.contains_key(&request.region) {
-                regions.insert(request.region, Arc::new(region));
-            }
+            let replaced = if writable || !regions.contains_key(&request.region) {
+                regions.insert(request.region, Arc::new(region))
+            } else {
+                None
+            };
             drop(regions);
             self.around.copiers.release(self.id, request.region, writable);
-            pending.take_waiters(|wanted| wanted.region == request.region && (writable || !wanted.write))
+            let served = |wanted: &MapRequest| wanted.region == request.region && (writable || !wanted.write);
+            (pending.take_waiters(served), replaced)
         };
+        // Here, as it may be unmapped by that.
+        drop(replaced);
         tell(waiters, &Ok(()));
     }
 
@@ -351,12 +356,12 @@ impl Link {
         if !failed.is_empty() {
             self.around.events.completed(&failed);
         }
-        let waiters = {
+        let (waiters, regions) = {
             let mut pending = self.pending.lock();
             pending.asked.clear();
-            self.regions.write().clear();
-            std::mem::take(&mut pending.waiters)
+            (std::mem::take(&mut pending.waiters), std::mem::take(&mut *self.regions.write()))
         };
+        drop(regions);
         tell(waiters.into_iter().map(|(_, tell)| tell).collect(), &Err(error.clone()));
         self.unwatch();
         // The peer hears of it even while a lease keeps the socket open.

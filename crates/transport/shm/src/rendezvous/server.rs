@@ -17,7 +17,7 @@ use super::wire::{
 };
 use super::{Published, check_host_ids};
 use crate::client::Client;
-use crate::owner::Owner;
+use crate::owner::{Lent, Owner, not_registered};
 use crate::slots::ClientSlots;
 use crate::sys::{peer_credentials, peer_pidfd};
 
@@ -100,13 +100,7 @@ impl Server {
     pub(crate) fn withdraw(&self, region: RegionId) {
         let connections: Vec<_> = self.connections.lock().values().cloned().collect();
         for connection in connections {
-            let had_it = match &mut *connection.phase.lock() {
-                Phase::Serving(serving) => serving.mapped.remove(&region),
-                Phase::Greeting | Phase::Over => false,
-            };
-            if had_it {
-                connection.post(&ToClient::Withdrawn { region }, Vec::new());
-            }
+            connection.withdraw(region);
         }
     }
 
@@ -200,27 +194,53 @@ struct Serving {
 }
 
 impl Connection {
-    /// Leaves an answer to be sent by the reactor's thread, in order.
+    /// Leaves an answer to be sent by the reactor's thread, in order. Whoever is another thread has to wake it.
     fn post(&self, message: &ToClient, fds: Vec<OwnedFd>) {
-        let mut outbox = self.outbox.lock();
-        outbox.push_back((message.encode(), fds));
-        // Under the lock, so that it cannot cross with the reactor's thread emptying the box.
-        self.server.reactor.await_room(self.id, self.socket.as_fd(), true);
+        self.outbox.lock().push_back((message.encode(), fds));
     }
 
-    /// Sends what is left to be sent. False when the client is to be let go.
+    fn withdraw(&self, region: RegionId) {
+        let had_it = self.serving(|serving| {
+            let had_it = serving.mapped.remove(&region);
+            if had_it {
+                // In one go, so that the client is lent the region before it hears of this, or not at all.
+                self.post(&ToClient::Withdrawn { region }, Vec::new());
+            }
+            had_it
+        });
+        if had_it == Some(true) {
+            self.server.reactor.await_room(self.id, self.socket.as_fd(), true);
+        }
+    }
+
+    /// Sends what is left to be sent, on the reactor's thread. False when the client is to be let go.
     fn flush(&self) -> bool {
-        let mut outbox = self.outbox.lock();
-        while let Some((packet, fds)) = outbox.front() {
-            let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
-            match send(&self.socket, packet, &borrowed) {
-                Ok(()) => drop(outbox.pop_front()),
-                Err(Errno::AGAIN) => return outbox.len() <= OUTBOX,
-                Err(_) => return false,
+        loop {
+            while let Some((packet, fds)) = self.next_to_send() {
+                let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+                match send(&self.socket, &packet, &borrowed) {
+                    Ok(()) => {}
+                    Err(Errno::AGAIN) => {
+                        let mut outbox = self.outbox.lock();
+                        outbox.push_front((packet, fds));
+                        let bearable = outbox.len() <= OUTBOX;
+                        drop(outbox);
+                        self.server.reactor.await_room(self.id, self.socket.as_fd(), true);
+                        return bearable;
+                    }
+                    Err(_) => return false,
+                }
+            }
+            self.server.reactor.await_room(self.id, self.socket.as_fd(), false);
+            // Who left something meanwhile may have woken us before that.
+            if self.outbox.lock().is_empty() {
+                return true;
             }
         }
-        self.server.reactor.await_room(self.id, self.socket.as_fd(), false);
-        true
+    }
+
+    fn next_to_send(&self) -> Option<(Vec<u8>, Vec<OwnedFd>)> {
+        self.outbox.lock().pop_front()
     }
 
     /// Handles one packet. An error ends the conversation.
@@ -293,29 +313,26 @@ impl Connection {
     }
 
     fn map(&self, request: MapRequest) -> Result<()> {
-        // In one go with counting it as mapped, so that a withdrawal meanwhile is told to the client afterwards.
-        self.serving(|serving| {
-            serving.mapped.insert(request.region);
-            self.lend(request);
+        let region = request.region;
+        // Before it is lent, so that it is seen if it is withdrawn meanwhile.
+        self.serving(|serving| serving.mapped.insert(region)).ok_or_else(too_early)?;
+        let lent = self.server.owner.lend(region, request.write);
+        self.serving(|serving| match lent {
+            Ok(Lent { view, file }) if serving.mapped.contains(&region) => {
+                let (file, offset) = file.unzip();
+                let (address, len) = (view.address(), view.len() as u64);
+                let reply = RegionReply { request, address, len, offset };
+                self.post(&ToClient::Region(reply), file.into_iter().collect());
+            }
+            // It was withdrawn: the client is refused what it would have to give up at once.
+            Ok(_) => self.refuse(request, &not_registered(region)),
+            Err(error) => self.refuse(request, &error),
         })
         .ok_or_else(too_early)
     }
 
-    fn lend(&self, request: MapRequest) {
-        let (message, fds) = match self.server.owner.lend(request.region, request.write) {
-            Err(error) => (ToClient::RegionRefused { request, refusal: Refusal::of(&error) }, Vec::new()),
-            Ok(lent) => {
-                let (file, offset) = lent.file.unzip();
-                let reply = RegionReply {
-                    request,
-                    address: lent.view.address(),
-                    len: lent.view.len() as u64,
-                    offset,
-                };
-                (ToClient::Region(reply), file.into_iter().collect())
-            }
-        };
-        self.post(&message, fds);
+    fn refuse(&self, request: MapRequest, error: &Error) {
+        self.post(&ToClient::RegionRefused { request, refusal: Refusal::of(error) }, Vec::new());
     }
 
     /// Ends the conversation. The client counts until it is over.
@@ -394,10 +411,10 @@ mod tests {
     use std::collections::BTreeMap;
 
     use posthorse_core::{
-        Access, Completion, Deadline, Features, Grant, GrantDesc, GrantToken, PathId, PathState,
-        RegisteredRegion,
+        Access, Completion, Deadline, Features, Grant, GrantDesc, GrantToken, Location, PathId, PathState,
+        Region, RegisteredRegion, SharedFile, View,
     };
-    use posthorse_memory::MemoryOptions;
+    use posthorse_memory::{HostMemory, MemoryOptions};
 
     use super::*;
     use crate::rendezvous::socket::connect_to;
@@ -561,6 +578,55 @@ mod tests {
         drop(client);
         served.owner.begin();
         assert_eq!(served.owner.clients(), 0);
+    }
+
+    /// A region that is withdrawn while its file is asked for.
+    #[derive(Debug)]
+    struct Withdrawing {
+        memory: HostMemory,
+        server: Arc<Server>,
+    }
+
+    // SAFETY: the memory is what it says.
+    unsafe impl Region for Withdrawing {
+        fn view(&self) -> View {
+            self.memory.view()
+        }
+
+        fn location(&self) -> Location {
+            self.memory.location()
+        }
+
+        fn writable(&self) -> bool {
+            true
+        }
+
+        fn shared_file(&self) -> Option<SharedFile<'_>> {
+            self.server.withdraw(RegionId(2));
+            self.memory.shared_file()
+        }
+    }
+
+    #[test]
+    fn a_region_that_is_withdrawn_while_it_is_lent_is_refused() {
+        let served = Served::new(1);
+        let memory = MemoryOptions::new(4096).shared(true).allocate().unwrap();
+        let region = Arc::new(Withdrawing { memory, server: Arc::clone(&served.server) });
+        served.owner.register(&RegisteredRegion { id: RegionId(2), region, access: Access::Read }).unwrap();
+        let mut client = Deaf::connect(&served).unwrap();
+        let request = MapRequest { region: RegionId(2), write: false };
+        let ask = |what: Vec<u8>| send(&client.socket, &what, &[]).unwrap();
+        ask(Request::Map(request).encode());
+        ask(crate::rendezvous::wire::encode_notify(7, b"x"));
+        let mut hear = || {
+            let packet = client.buffer.receive_by(&client.socket, soon()).unwrap();
+            ToClient::decode(packet.bytes).unwrap()
+        };
+        let refusal = Refusal::of(&not_registered(RegionId(2)));
+        assert_eq!(hear(), ToClient::Withdrawn { region: RegionId(2) });
+        assert_eq!(hear(), ToClient::RegionRefused { request, refusal }, "it is not lent after that");
+        assert_eq!(hear(), ToClient::Notified { token: 7, refusal: None });
+        served.owner.unregister(RegionId(2), soon()).unwrap();
     }
 
     #[test]
