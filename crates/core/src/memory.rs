@@ -239,7 +239,8 @@ pub struct SharedFile<'a> {
 /// While the value lives, [`Region::view`] returns the same range at each call, and that range is
 /// allocated and may be read (and, if [`Region::writable`], written) by transports of this process and,
 /// where granted, by peers. Safe code gets no Rust reference into the range, except shared ones where it is not
-/// [`Region::writable`]: whoever has the value may register it, and then have transfers go anywhere in it.
+/// [`Region::writable`]: whoever has the value may register it, and then have transfers go anywhere in it. Transfers
+/// that overlap copy raw bytes, like a device would, and leave there what one or the other wrote.
 pub unsafe trait Region: fmt::Debug + Send + Sync + 'static {
     /// The memory.
     fn view(&self) -> View;

@@ -156,8 +156,8 @@ impl Inner {
         path.departed(bytes);
         submission.batch.carried_by(path.transport_id);
         // SAFETY: the submission's pins keep every local region alive and registered until its last piece has
-        // ended, and a piece that was posted ends only after its completion. Whoever registered the memory
-        // answers for its use meanwhile (`Region`).
+        // ended, and a piece that was posted ends only after its completion. That no Rust reference is in the
+        // way is the promise which `LocalRange` carries.
         let accepted = unsafe { path.transport.submit(path.info.id, &slices) };
         let accepted = match accepted {
             Ok(accepted) => accepted.min(slices.len()),
