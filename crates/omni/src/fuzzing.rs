@@ -111,6 +111,7 @@ pub fn reply(bytes: &[u8]) {
     if let Ok(answer) = Answer::decode(bytes) {
         let again = match answer.clone() {
             Answer::Ok => Reply::Ok,
+            Answer::Stream(sent) => Reply::Stream(sent),
             Answer::Health(value) => Reply::Health(value),
             Answer::Refused(refusal) => Reply::Refused(refusal),
         };

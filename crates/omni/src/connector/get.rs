@@ -11,7 +11,7 @@ use posthorse_core::{
 };
 use posthorse_engine::{Grant, Segment, SubmitOptions};
 
-use super::lease::{Lease, Renewal};
+use super::lease::{self, Lease, Renewal};
 use super::put::Ticket;
 use super::received::Received;
 use super::worker::block_on;
@@ -198,7 +198,8 @@ impl Inner {
         // What cannot be read the producer writes, for the same claim.
         let want = if offered.grant.is_none() { Want::Write } else { want };
         // Room, a connection and the bytes may take longer than the producer keeps a place for a silent consumer.
-        let renewal = Renewal::new(self, &get.address, &get.pull);
+        let every = lease::renewal(Duration::from_millis(self.config.liveness_ms), offered.liveness_ms);
+        let renewal = Renewal::new(self, &get.address, &get.pull, every);
         let opened = offered.manifest.check(size).and_then(|()| {
             self.engine.open_life(&offered.segment, offered.incarnation, self.connect_deadline(get))
         });

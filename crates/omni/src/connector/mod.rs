@@ -24,7 +24,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use posthorse_buffer::{Pool, PoolConfig, SlotGrant};
@@ -42,6 +42,7 @@ use farewell::Farewells;
 pub use get::{GetOptions, Source};
 pub use health::Health;
 pub use lease::Lease;
+use lease::Renewals;
 pub use put::{OwnTicket, Payload, PutOptions, Ticket};
 pub use received::{Received, Tensor};
 use stored::Sources;
@@ -100,8 +101,8 @@ pub(crate) struct Inner {
     fencing: Mutex<Vec<(Grant, SlotGrant)>>,
     /// Reads that have ended, of consumers which may still touch the payload.
     ending_reads: Mutex<Vec<(PullId, Grant, Outcome)>>,
-    /// The leases this side holds, and the control addresses of their producers.
-    renewals: Mutex<HashMap<PullId, String>>,
+    /// The leases this side holds.
+    renewals: Mutex<Renewals>,
     /// The streams that are sent.
     streams: stream::Streams,
     /// How many streams are received.
@@ -377,17 +378,12 @@ impl Inner {
         })
     }
 
-    /// How often a lease is renewed.
-    fn renewal(&self) -> Duration {
-        Duration::from_millis(self.config.liveness_ms / 3)
-    }
-
-    /// Tells every producer of which leases we hold that we still do.
-    fn renew_leases(&self) {
-        let mut by_address: HashMap<String, Vec<u64>> = HashMap::new();
-        for (pull, address) in &*self.renewals.lock() {
-            by_address.entry(address.clone()).or_default().push(pull.pull);
-        }
+    /// Tells producers of which leases we hold that we still do, where that is due. Returns when it is again.
+    fn renew_leases(&self, now: Instant) -> Option<Instant> {
+        let (by_address, next) = {
+            let mut renewals = self.renewals.lock();
+            (renewals.take_due(now), renewals.next_due())
+        };
         for (address, pulls) in by_address {
             let renew = Renew {
                 consumer: self.engine.name().to_owned(),
@@ -396,6 +392,7 @@ impl Inner {
             };
             self.tell(&address, &Request::Renew(renew));
         }
+        next
     }
 }
 
@@ -407,3 +404,6 @@ impl fmt::Debug for Connector {
             .finish_non_exhaustive()
     }
 }
+
+#[cfg(test)]
+mod tests;

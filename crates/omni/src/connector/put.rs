@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Connector, Inner, Stored};
 use crate::key::Edge;
-use crate::offer::Terms;
+use crate::offer::{Action, Terms};
 use crate::payload::{Manifest, PayloadKind, TensorSet, marker};
 
 /// What can be offered.
@@ -118,7 +118,7 @@ impl Connector {
         let inner = self.inner();
         let deadline = inner.may_put(options)?;
         let stored = inner.place(payload.into(), deadline)?;
-        inner.offer(&edge.qualify(key)?, Arc::new(stored), options)
+        inner.offer(&edge.qualify(key)?, Arc::new(stored), options, || Ok(()))
     }
 
     /// Offers any value that serde can serialise, as msgpack. Tensors inside are
@@ -138,7 +138,7 @@ impl Connector {
         let bytes = marker::to_vec(value)?;
         let stored =
             Stored::new(inner.place_bytes(&bytes, deadline)?, Manifest::of(PayloadKind::Value), false);
-        inner.offer(&edge.qualify(key)?, Arc::new(stored), options)
+        inner.offer(&edge.qualify(key)?, Arc::new(stored), options, || Ok(()))
     }
 
     /// Lets an offer be served to `more` consumers than declared.
@@ -196,13 +196,25 @@ impl Inner {
             .unwrap_or_else(|| Deadline::after(Duration::from_millis(self.config.put_wait_ms))))
     }
 
-    /// Offers a payload under a qualified key.
-    pub(super) fn offer(&self, key: &str, stored: Arc<Stored>, options: PutOptions) -> Result<Ticket> {
+    /// Offers a payload under a qualified key, unless `may`, which is asked at the same moment, says why not.
+    pub(super) fn offer(
+        &self,
+        key: &str,
+        stored: Arc<Stored>,
+        options: PutOptions,
+        may: impl FnOnce() -> Result<()>,
+    ) -> Result<Ticket> {
         let (len, is_fast_path) = (stored.len, stored.is_fast_path);
         let ttl = options.ttl.or_else(|| self.config.ttl());
         let configured = NonZeroU32::new(self.config.consumers).unwrap_or(NonZeroU32::MIN);
         let terms = Terms { consumers: options.consumers.unwrap_or(configured), ttl };
-        let generation = self.with_offers(|offers, now, out| offers.put(key, stored, terms, now, out))?;
+        let generation = self.with_offers(|offers, now, out| match may() {
+            Ok(()) => offers.put(key, stored, terms, now, out),
+            Err(error) => {
+                out.push(Action::Release(stored));
+                Err(error)
+            }
+        })?;
         self.counters.put(len);
         let (source_host, source_port) = self.advertised()?;
         Ok(Ticket {

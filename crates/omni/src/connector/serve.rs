@@ -177,6 +177,7 @@ impl Inner {
             consumers_left: found.consumers_left,
             expires_ms: found.expires.map(|at| at.saturating_duration_since(now).as_millis() as u64),
             checksum: self.config.checksum,
+            liveness_ms: Some(self.config.liveness_ms),
         };
         responder.reply(&Reply::Offer {
             request_id: query.request_id.clone(),
@@ -375,12 +376,10 @@ impl Inner {
                 Err(_) => self.fencing.lock().push((grant, slot)),
             }
         }
-        self.renew_leases();
         let now = Instant::now();
+        let renewal = self.renew_leases(now);
         let silent = self.check_streams(now);
         let held = !self.ending_reads.lock().is_empty() || !self.fencing.lock().is_empty();
-        let leased = !self.renewals.lock().is_empty();
-        let renewal = leased.then(|| now + self.renewal());
         let retry = held.then(|| now + RETRY);
         let due = self.state.lock().offers.next_due();
         [renewal, retry, due, silent].into_iter().flatten().min()

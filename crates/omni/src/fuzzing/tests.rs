@@ -10,7 +10,7 @@ use serde_json::json;
 use super::*;
 use crate::message::{
     Cancel, Close, Offered, Outcome, Pull, PullExtra, Query, QueryExtra, Refusal, Renew, StreamAbort,
-    StreamCredit, Want,
+    StreamCredit, StreamSent, Want,
 };
 use crate::payload::kv::KvLayer;
 use crate::payload::{PayloadKind, TensorSet};
@@ -121,8 +121,11 @@ fn requests_stand_any_damage() {
         ("cancel", Request::Cancel(Cancel { consumer: consumer.clone(), incarnation, pull })),
         ("close", Request::Close(close)),
         ("renew", Request::Renew(Renew { consumer, incarnation, pulls: vec![1, 2, u64::MAX] })),
-        ("stream_credit", Request::StreamCredit(StreamCredit { stream: stream.clone(), limit: 8 })),
-        ("stream_abort", Request::StreamAbort(StreamAbort { stream, reason })),
+        (
+            "stream_credit",
+            Request::StreamCredit(StreamCredit { stream: stream.clone(), generation: Some(7), limit: 8 }),
+        ),
+        ("stream_abort", Request::StreamAbort(StreamAbort { stream, generation: Some(7), reason })),
         ("ping", Request::Ping),
         ("health", Request::Health),
     ]
@@ -143,6 +146,7 @@ fn replies_stand_any_damage() {
         consumers_left: 2,
         expires_ms: Some(300_000),
         checksum: Checksum::Sampled,
+        liveness_ms: Some(3000),
     };
     let offer = Reply::Offer {
         request_id: KEY.to_owned(),
@@ -160,6 +164,7 @@ fn replies_stand_any_damage() {
         ("done", &Reply::Done { bytes: 1 << 20 }, own),
         ("done_foreign", &Reply::Done { bytes: 1 << 20 }, foreign),
         ("ok", &Reply::Ok, own),
+        ("stream", &Reply::Stream(StreamSent { generation: u64::MAX, liveness_ms: 3000 }), own),
         ("health", &Reply::Health(health), own),
         ("refused", &Reply::Refused(refusal()), own),
         ("refused_foreign", &Reply::Refused(refusal()), foreign),

@@ -12,7 +12,7 @@
 mod reply;
 mod request;
 
-pub use reply::{Answer, Offered, PullReply, QueryReply, Refusal, Reply};
+pub use reply::{Answer, Offered, PullReply, QueryReply, Refusal, Reply, StreamSent};
 pub use request::{
     Cancel, Close, Dialect, Outcome, Pull, PullExtra, Query, QueryExtra, Renew, Request, StreamAbort,
     StreamCredit, Want,

@@ -34,6 +34,8 @@ pub enum Reply {
     },
     /// To a request of Posthorse's own: it was carried out.
     Ok,
+    /// To a stream's credit: it was taken, for this stream. An older consumer reads it as [`Reply::Ok`].
+    Stream(StreamSent),
     /// To a health request: what the producer says of itself, for people and dashboards.
     Health(serde_json::Value),
     /// To anything: no, and why. A foreign peer gets `trans_error`.
@@ -64,6 +66,18 @@ pub struct Offered {
     /// How much the producer compares at the far end.
     #[serde(default)]
     pub checksum: Checksum,
+    /// After which silence of the consumer its place lapses, in milliseconds; an older producer does not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub liveness_ms: Option<u64>,
+}
+
+/// What a producer says of a stream when it hears the consumer's credit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StreamSent {
+    /// Which stream of its name it is.
+    pub generation: u64,
+    /// After which silence of the consumer the stream ends, in milliseconds.
+    pub liveness_ms: u64,
 }
 
 /// A refusal with its reason, as it travels.
@@ -131,6 +145,9 @@ struct Wire {
     is_fast_path: Option<bool>,
     #[serde(skip_serializing_if = "Option::is_none")]
     ph: Option<Extra>,
+    /// Beside `ok`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    stream: Option<StreamSent>,
 }
 
 impl Reply {
@@ -153,15 +170,21 @@ impl Reply {
                     data_size: Some(*data_size),
                     is_fast_path: Some(*is_fast_path),
                     ph: offered.clone().filter(|_| posthorse).map(Extra::Offer),
+                    stream: None,
                 };
                 encode_after(b"", &wire)
             }
             Self::NoOffer(_) if !posthorse => Ok(NOT_FOUND.to_vec()),
             Self::Done { .. } if !posthorse => Ok(DONE.to_vec()),
-            Self::Refused(_) | Self::Ok | Self::Health(_) if !posthorse => Ok(ERROR.to_vec()),
+            Self::Refused(_) | Self::Ok | Self::Stream(_) | Self::Health(_) if !posthorse => {
+                Ok(ERROR.to_vec())
+            }
             Self::NoOffer(refusal) | Self::Refused(refusal) => extra(Extra::Error(refusal.clone())),
             Self::Done { bytes } => extra(Extra::Done { bytes: *bytes }),
             Self::Ok => extra(Extra::Ok),
+            Self::Stream(sent) => {
+                encode_after(b"", &Wire { ph: Some(Extra::Ok), stream: Some(*sent), ..Wire::default() })
+            }
             Self::Health(value) => extra(Extra::Health(value.clone())),
         }
     }
@@ -206,7 +229,9 @@ impl QueryReply {
         let malformed = |why: String| Error::new(ErrorKind::Malformed, format!("a query reply: {why}"));
         match decode("query reply", bytes)? {
             Wire { ph: Some(Extra::Error(refusal)), .. } => Ok(Self::Refused(refusal)),
-            Wire { request_id: Some(id), data_size: Some(data_size), is_fast_path: Some(fast), ph } => {
+            Wire {
+                request_id: Some(id), data_size: Some(data_size), is_fast_path: Some(fast), ph, ..
+            } => {
                 if id != key {
                     return Err(malformed(format!("for key {:?} instead of {key:?}", printable(&id))));
                 }
@@ -256,6 +281,8 @@ impl PullReply {
 pub enum Answer {
     /// It was carried out.
     Ok,
+    /// A stream's credit was taken, for this stream.
+    Stream(StreamSent),
     /// What the producer says of itself.
     Health(serde_json::Value),
     /// It was not.
@@ -275,6 +302,7 @@ impl Answer {
             ));
         }
         match decode("reply", bytes)? {
+            Wire { ph: Some(Extra::Ok), stream: Some(sent), .. } => Ok(Self::Stream(sent)),
             Wire { ph: Some(Extra::Ok), .. } => Ok(Self::Ok),
             Wire { ph: Some(Extra::Health(value)), .. } => Ok(Self::Health(value)),
             Wire { ph: Some(Extra::Error(refusal)), .. } => Ok(Self::Refused(refusal)),
@@ -310,6 +338,7 @@ mod tests {
             consumers_left: 2,
             expires_ms: Some(300_000),
             checksum: Checksum::Sampled,
+            liveness_ms: Some(3000),
         })
     }
 
@@ -362,6 +391,10 @@ mod tests {
             PullReply::Refused(refusal())
         );
         assert_eq!(Answer::decode(&bytes(Reply::Ok)).unwrap(), Answer::Ok);
+        let sent = StreamSent { generation: u64::MAX, liveness_ms: 300 };
+        assert_eq!(Answer::decode(&bytes(Reply::Stream(sent))).unwrap(), Answer::Stream(sent));
+        let foreign = Reply::Stream(sent).encode(Dialect::Foreign).unwrap();
+        assert_eq!(Answer::decode(&foreign).unwrap_err().kind(), ErrorKind::Unsupported);
         let health = json!({"status": "healthy", "pool": {"free": 7}});
         assert_eq!(Answer::decode(&bytes(Reply::Health(health.clone()))).unwrap(), Answer::Health(health));
     }

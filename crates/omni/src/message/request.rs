@@ -173,6 +173,9 @@ pub struct Renew {
 pub struct StreamCredit {
     /// The stream's key, qualified by its stages.
     pub stream: String,
+    /// Which stream of that name, once the producer has said so; `None` means the one that there is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub generation: Option<u64>,
     /// The sequence number of the first chunk that may not be sent yet.
     pub limit: u64,
 }
@@ -182,6 +185,9 @@ pub struct StreamCredit {
 pub struct StreamAbort {
     /// The stream's key, qualified by its stages.
     pub stream: String,
+    /// Which stream of that name, as in [`StreamCredit`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub generation: Option<u64>,
     /// Why.
     pub reason: String,
 }
@@ -352,8 +358,16 @@ mod tests {
                 outcome: Outcome::Failed,
             }),
             Request::Renew(Renew { consumer, incarnation, pulls: vec![1, 2] }),
-            Request::StreamCredit(StreamCredit { stream: "s".to_owned(), limit: 8 }),
-            Request::StreamAbort(StreamAbort { stream: "s".to_owned(), reason: "enough".to_owned() }),
+            Request::StreamCredit(StreamCredit {
+                stream: "s".to_owned(),
+                generation: Some(u64::MAX),
+                limit: 8,
+            }),
+            Request::StreamAbort(StreamAbort {
+                stream: "s".to_owned(),
+                generation: None,
+                reason: "enough".to_owned(),
+            }),
             Request::Ping,
             Request::Health,
         ]

@@ -9,6 +9,7 @@ mod sender;
 
 use std::collections::HashMap;
 use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -18,7 +19,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Inner;
 use crate::control::Responder;
-use crate::message::{Refusal, Reply, StreamAbort, StreamCredit};
+use crate::message::{Refusal, Reply, StreamAbort, StreamCredit, StreamSent};
 use crate::stream::ProducerAction;
 use sender::Outgoing;
 
@@ -37,6 +38,8 @@ pub(crate) struct End {
 #[derive(Debug, Default)]
 pub(super) struct Streams {
     by_name: Mutex<HashMap<Arc<str>, Arc<Outgoing>>>,
+    /// How many there were.
+    opened: AtomicU64,
 }
 
 impl Streams {
@@ -58,9 +61,12 @@ impl Streams {
         Ok(())
     }
 
-    fn find(&self, name: &str) -> Result<Arc<Outgoing>> {
+    /// The stream of this name, if it is the one that the consumer means.
+    fn find(&self, name: &str, generation: Option<u64>) -> Result<Arc<Outgoing>> {
         let found = self.by_name.lock().get(name).cloned();
-        found.ok_or_else(|| Error::new(ErrorKind::NotFound, "there is no such stream"))
+        found
+            .filter(|outgoing| generation.is_none_or(|generation| generation == outgoing.generation()))
+            .ok_or_else(|| Error::new(ErrorKind::NotFound, "there is no such stream"))
     }
 
     /// Removes this stream, not another that has its name.
@@ -98,18 +104,23 @@ impl fmt::Debug for Entry {
 
 impl Inner {
     pub(super) fn answer_credit(&self, credit: &StreamCredit, responder: Responder) {
-        let given = self.streams.find(&credit.stream).and_then(|outgoing| outgoing.credit(credit.limit));
+        let found = self.streams.find(&credit.stream, credit.generation);
+        let given = found.and_then(|outgoing| {
+            outgoing.credit(credit.limit)?;
+            Ok(outgoing.generation())
+        });
         match given {
-            Ok(()) => {
+            Ok(generation) => {
                 self.timer.arm(Instant::now() + self.liveness());
-                responder.reply(&Reply::Ok);
+                let liveness_ms = self.config.liveness_ms;
+                responder.reply(&Reply::Stream(StreamSent { generation, liveness_ms }));
             }
             Err(error) => responder.refuse(&error),
         }
     }
 
     pub(super) fn answer_abort(&self, abort: &StreamAbort, responder: Responder) {
-        match self.streams.find(&abort.stream) {
+        match self.streams.find(&abort.stream, abort.generation) {
             Ok(outgoing) => {
                 let message = format!("the consumer aborted the stream: {}", abort.reason);
                 self.break_stream(
@@ -138,22 +149,30 @@ impl Inner {
         next
     }
 
+    /// Ends a stream, and takes back what was offered and not taken. All of it at one moment, as the table of offers
+    /// sees it: when the name is free for another stream, nothing of this one is offered any more, or will be.
     fn break_stream(&self, outgoing: &Arc<Outgoing>, reason: Error) {
-        self.streams.remove(outgoing);
-        for action in outgoing.broken(reason) {
-            match action {
-                ProducerAction::Withdraw => self.withdraw_chunks(outgoing),
-                // Whoever waits was woken with the change.
-                ProducerAction::Wake => {}
+        self.with_offers(|offers, now, out| {
+            self.streams.remove(outgoing);
+            for action in outgoing.broken(reason) {
+                match action {
+                    ProducerAction::Withdraw => {
+                        for key in outgoing.take_untaken() {
+                            offers.cleanup(&key, now, out);
+                        }
+                    }
+                    // Whoever waits is woken when it is done.
+                    ProducerAction::Wake => {}
+                }
             }
-        }
+        });
+        outgoing.wake();
     }
 
-    /// Takes back what was offered and not taken.
-    fn withdraw_chunks(&self, outgoing: &Outgoing) {
-        for key in outgoing.take_untaken() {
-            self.with_offers(|offers, now, out| offers.cleanup(&key, now, out));
-        }
+    /// The number of a stream, which no other has, of this life of the producer or another.
+    fn next_generation(&self) -> u64 {
+        let opened = self.streams.opened.fetch_add(1, Ordering::Relaxed);
+        self.engine.incarnation().0.wrapping_add(opened)
     }
 
     fn liveness(&self) -> Duration {

@@ -12,12 +12,13 @@ use tokio::sync::watch;
 
 use super::{End, too_many};
 use crate::connector::get::{Blocking, Get, Source};
+use crate::connector::lease::renewal;
 use crate::connector::received::Received;
 use crate::connector::worker::block_on;
 use crate::connector::{Connector, Inner};
 use crate::control::Dialer;
 use crate::key::{self, Edge};
-use crate::message::{Answer, Request, StreamAbort, StreamCredit, from_msgpack};
+use crate::message::{Answer, Request, StreamAbort, StreamCredit, StreamSent, from_msgpack};
 use crate::payload::PayloadKind;
 use crate::stream::{ConsumerAction, Item, StreamConsumer};
 
@@ -347,22 +348,26 @@ fn read_end(received: &Received) -> Result<End> {
 async fn keep(liveness: Duration, incoming: Arc<Incoming>) {
     // It may not be open yet; and where its end was received a moment ago, it is not there any more.
     let (mut seen, mut missed) = (false, 0);
+    // What the producer has said of the stream: another of its name is none of ours.
+    let mut sent: Option<StreamSent> = None;
     loop {
+        let generation = sent.map(|sent| sent.generation);
         let limit = match incoming.credit() {
             Ok(limit) => limit,
             Err(None) => return,
             Err(Some(reason)) => {
                 let reason = reason.message().to_owned();
-                let abort = StreamAbort { stream: incoming.name.clone(), reason };
+                let abort = StreamAbort { stream: incoming.name.clone(), generation, reason };
                 // A producer that does not hear it finds out by the silence.
                 let _ = tell(&incoming, Request::StreamAbort(abort), liveness).await;
                 return;
             }
         };
-        let credit = StreamCredit { stream: incoming.name.clone(), limit };
+        let credit = StreamCredit { stream: incoming.name.clone(), generation, limit };
         let gone = match tell(&incoming, Request::StreamCredit(credit), liveness).await {
-            Ok(()) => {
+            Ok(said) => {
                 (seen, missed) = (true, 0);
+                sent = sent.or(said);
                 None
             }
             Err(error) if error.kind() == ErrorKind::NotFound => {
@@ -376,16 +381,19 @@ async fn keep(liveness: Duration, incoming: Arc<Incoming>) {
             incoming.change(|machine| machine.producer_gone(reason));
         }
         let news = incoming.until(|incoming| !matches!(incoming.credit(), Ok(same) if same == limit));
-        let _ = tokio::time::timeout(liveness / 3, news).await;
+        let every = renewal(liveness, sent.map(|sent| sent.liveness_ms));
+        let _ = tokio::time::timeout(every, news).await;
     }
 }
 
-async fn tell(incoming: &Incoming, request: Request, liveness: Duration) -> Result<()> {
+async fn tell(incoming: &Incoming, request: Request, liveness: Duration) -> Result<Option<StreamSent>> {
     // A producer that is gone is noticed sooner; this is for one that is there and does not answer.
     let deadline = Deadline::after(liveness * 2);
     let reply = incoming.dialer.request(&incoming.address, request.encode()?, deadline).await?;
     match Answer::decode(&reply)? {
-        Answer::Ok => Ok(()),
+        Answer::Stream(sent) => Ok(Some(sent)),
+        // The answer to an abort, or that of an older producer.
+        Answer::Ok => Ok(None),
         Answer::Refused(refusal) => Err(refusal.to_error(&incoming.address)),
         Answer::Health(_) => Err(Error::new(ErrorKind::Malformed, "the answer to another request")
             .with_peer(incoming.address.as_str())),

@@ -38,6 +38,9 @@ pub(super) struct Outgoing {
     edge: Edge,
     request: String,
     name: Arc<str>,
+    /// Which stream of its name it is.
+    generation: u64,
+    /// Locked under the table of offers, never the other way round.
     state: Mutex<State>,
     changed: watch::Sender<()>,
 }
@@ -52,13 +55,14 @@ struct State {
 }
 
 impl Outgoing {
-    fn new(edge: Edge, request: &str, window: u32) -> Result<Self> {
+    fn new(edge: Edge, request: &str, generation: u64, window: u32) -> Result<Self> {
         // The longest key of a chunk.
         edge.qualify(&key::chunk(request, &edge.from, u64::MAX))?;
         Ok(Self {
             name: edge.qualify(request)?.into(),
             edge,
             request: request.to_owned(),
+            generation,
             state: Mutex::new(State {
                 machine: StreamProducer::new(window),
                 heard: None,
@@ -72,6 +76,10 @@ impl Outgoing {
         &self.name
     }
 
+    pub(super) const fn generation(&self) -> u64 {
+        self.generation
+    }
+
     pub(super) fn heard(&self) -> Option<Instant> {
         self.state.lock().heard
     }
@@ -82,20 +90,24 @@ impl Outgoing {
             state.machine.credit(limit)?;
             state.heard = Some(Instant::now());
         }
-        self.changed.send_replace(());
+        self.wake();
         Ok(())
     }
 
+    /// Its waiters are still to be woken.
     pub(super) fn broken(&self, reason: Error) -> Vec<ProducerAction> {
-        let actions = self.state.lock().machine.broken(reason);
+        self.state.lock().machine.broken(reason)
+    }
+
+    pub(super) fn wake(&self) {
         self.changed.send_replace(());
-        actions
     }
 
     /// The keys of what may not have been taken yet, each once.
     pub(super) fn take_untaken(&self) -> Vec<String> {
         let untaken = std::mem::take(&mut self.state.lock().untaken);
-        untaken.into_iter().filter_map(|(number, _)| self.key(number).ok()).collect()
+        let there = untaken.into_iter().filter(|(_, stored)| stored.strong_count() > 0);
+        there.filter_map(|(number, _)| self.key(number).ok()).collect()
     }
 
     fn key(&self, number: u64) -> Result<String> {
@@ -115,11 +127,11 @@ impl Outgoing {
         self.state.lock().machine.may_send()
     }
 
-    /// Notes what was offered under a number.
+    /// Notes what is offered under a number.
     ///
     /// # Errors
-    /// The reason when the consumer takes no more: the number is not noted.
-    fn offered(&self, number: u64, stored: Weak<Stored>) -> Result<()> {
+    /// The reason when the consumer takes no more: it must not be offered.
+    fn offering(&self, number: u64, stored: Weak<Stored>) -> Result<()> {
         let mut state = self.state.lock();
         match state.machine.check() {
             Err(error) if error.kind() != ErrorKind::Closed => Err(error),
@@ -147,7 +159,12 @@ impl Connector {
     pub fn open_stream(&self, edge: &Edge, request: &str) -> Result<StreamSender> {
         let inner = self.inner();
         let deadline = inner.may_put(PutOptions::default())?;
-        let outgoing = Arc::new(Outgoing::new(edge.clone(), request, inner.config.stream_window)?);
+        let outgoing = Arc::new(Outgoing::new(
+            edge.clone(),
+            request,
+            inner.next_generation(),
+            inner.config.stream_window,
+        )?);
         let end = inner.alloc(END_BYTES, deadline)?;
         inner.streams.add(&outgoing, inner.config.max_streams as usize)?;
         // An earlier stream of this name has ended; its chunks are not this one's.
@@ -249,11 +266,8 @@ impl StreamSender {
         let stored = Arc::new(stored);
         let noted = Arc::downgrade(&stored);
         let options = PutOptions { consumers: Some(NonZeroU32::MIN), ..PutOptions::default() };
-        self.inner.offer(&key, stored, options)?;
-        self.outgoing.offered(number, noted).inspect_err(|_| {
-            // It was broken while this was offered, and does not know of it.
-            self.inner.with_offers(|offers, now, out| offers.cleanup(&key, now, out));
-        })
+        self.inner.offer(&key, stored, options, || self.outgoing.offering(number, noted))?;
+        Ok(())
     }
 }
 
@@ -283,10 +297,12 @@ impl fmt::Debug for StreamSender {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::connector::tests::{Pair, edge, soon};
+    use crate::message::{Answer, Request, StreamAbort};
 
     #[test]
     fn the_chunks_of_a_stream_are_known_by_their_keys() {
-        let outgoing = Outgoing::new(Edge::new(0, 1), "r_0", 4).unwrap();
+        let outgoing = Outgoing::new(Edge::new(0, 1), "r_0", 1, 4).unwrap();
         for (key, is) in [
             ("r_0_0_17@0_1", true),
             ("r_0_0_017@0_1", false),
@@ -297,6 +313,26 @@ mod tests {
         ] {
             assert_eq!(outgoing.is_chunk(key), is, "{key}");
         }
+    }
+
+    #[test]
+    fn a_chunk_of_a_broken_stream_does_not_take_the_place_of_the_next_streams() {
+        let pair = Pair::new(|_| {});
+        let mut older = pair.sender.open_stream(&edge(), "r").unwrap();
+        let inner = Arc::clone(&older.inner);
+        let chunk = |bytes: &[u8]| inner.place(bytes.into(), soon()).unwrap();
+        // It is about to offer its first chunk.
+        assert_eq!(older.outgoing.state.lock().machine.send().unwrap(), Send::Offer(0));
+        let (late, reason) = (chunk(b"older"), "enough".to_owned());
+        let abort = StreamAbort { stream: older.outgoing.name.to_string(), generation: None, reason };
+        assert_eq!(pair.tell(&Request::StreamAbort(abort)), Answer::Ok);
+        let mut newer = pair.sender.open_stream(&edge(), "r").unwrap();
+        newer.send(&b"newer"[..], soon()).unwrap();
+        assert_eq!(older.offer(0, late).unwrap_err().kind(), ErrorKind::Aborted);
+        assert_eq!(older.send(&b"older"[..], soon()).unwrap_err().kind(), ErrorKind::Aborted);
+        let key = newer.outgoing.key(0).unwrap();
+        assert_eq!(inner.state.lock().offers.find(&key).unwrap().payload.len, 5);
+        assert_eq!(inner.health().offers.superseding, 0);
     }
 
     #[test]
