@@ -15,6 +15,7 @@ mod received;
 #[expect(unsafe_code, reason = "Rust cannot know who touches registered memory")]
 mod register;
 mod serve;
+mod serving;
 mod stored;
 mod stream;
 mod timer;
@@ -30,12 +31,12 @@ use parking_lot::Mutex;
 use posthorse_buffer::{Pool, PoolConfig, SlotGrant};
 use posthorse_core::{Deadline, Ending, Error, ErrorKind, LocalRange, Result};
 use posthorse_engine::environment::{CONNECTOR_PREFIX, Environment};
-use posthorse_engine::{Batch, Grant, RegisteredMemory, TransferEngine};
+use posthorse_engine::{Grant, RegisteredMemory, TransferEngine};
 use posthorse_memory::{CopyPool, MemoryOptions};
 
 use crate::config::ConnectorConfig;
 use crate::control::{ControlPlane, Dialer, Listener, Responder};
-use crate::message::{Outcome, Query, Renew, Request};
+use crate::message::{Query, Renew, Request};
 use crate::offer::{Actions, Offers, PullId};
 
 use farewell::Farewells;
@@ -45,6 +46,7 @@ pub use lease::Lease;
 use lease::Renewals;
 pub use put::{OwnTicket, Payload, PutOptions, Ticket};
 pub use received::{Received, Tensor};
+use serving::Serving;
 use stored::Sources;
 pub(crate) use stored::Stored;
 #[cfg(any(test, feature = "fuzzing"))]
@@ -99,8 +101,6 @@ pub(crate) struct Inner {
     same_host: Mutex<HashMap<String, bool>>,
     /// Slots that were granted to producers which may still write to them.
     fencing: Mutex<Vec<(Grant, SlotGrant)>>,
-    /// Reads that have ended, of consumers which may still touch the payload.
-    ending_reads: Mutex<Vec<(PullId, Grant, Outcome)>>,
     /// The leases this side holds.
     renewals: Mutex<Renewals>,
     /// The streams that are sent.
@@ -122,10 +122,8 @@ struct State {
     carrying_out: bool,
     /// Gets that wait for their payload, with what they asked.
     parked: HashMap<PullId, (Responder, Query)>,
-    /// What consumers may read now.
-    reads: HashMap<PullId, Grant>,
-    /// What is being written to consumers now.
-    writes: HashMap<PullId, Arc<Batch>>,
+    /// What is done for the claims in flight.
+    serving: HashMap<PullId, Serving>,
 }
 
 impl ConnectorBuilder {
@@ -187,12 +185,10 @@ impl ConnectorBuilder {
                 actions: Vec::new(),
                 carrying_out: false,
                 parked: HashMap::new(),
-                reads: HashMap::new(),
-                writes: HashMap::new(),
+                serving: HashMap::new(),
             }),
             same_host: Mutex::default(),
             fencing: Mutex::default(),
-            ending_reads: Mutex::default(),
             renewals: Mutex::default(),
             streams: stream::Streams::default(),
             followed: AtomicUsize::new(0),
@@ -303,9 +299,12 @@ impl Owner {
         let Some(_duty) = self.ending.begin() else { return };
         let inner = &self.inner;
         inner.closed.store(true, Ordering::Release);
-        inner.with_offers(|offers, now, out| offers.close(now, out));
-        let writes: Vec<_> = inner.state.lock().writes.values().cloned().collect();
-        writes.iter().for_each(|batch| batch.cancel());
+        // At one moment: what is not queued by then is refused, and a worker finds what it began called off.
+        let (pulls, writes) = inner.with_state(|state, now| {
+            state.offers.close(now, &mut state.actions);
+            (state.end_pulls(now), state.writes())
+        });
+        pulls.into_iter().for_each(|rest| inner.carry_out_rest(rest, &get::closed()));
         inner.pool.close();
         let fence = Deadline::after(Duration::from_millis(inner.config.liveness_ms));
         for batch in &writes {
@@ -331,9 +330,8 @@ impl Owner {
             }
         }
         // Grants that cannot be ended yet are kept by the engine, which holds their memory.
-        let reads: Vec<_> = inner.state.lock().reads.drain().collect();
-        drop(reads);
-        inner.ending_reads.lock().clear();
+        let serving: Vec<_> = inner.state.lock().serving.drain().collect();
+        drop(serving);
         inner.fencing.lock().clear();
         let memory = inner.memory.lock().take();
         if let Some(memory) = memory

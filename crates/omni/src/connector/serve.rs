@@ -3,7 +3,6 @@
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
 use posthorse_core::{
     Access, Deadline, Error, ErrorKind, Features, GrantDesc, Hello, Opcode, Priority, RemoteRange, Result,
     Route, TransferRequest,
@@ -11,13 +10,14 @@ use posthorse_core::{
 use posthorse_engine::{Batch, SubmitOptions};
 
 use super::get::closed;
+use super::serving::{Job, Lent, Rest, called_off};
 use super::stored::Home;
 use super::{Inner, State, Stored};
 use crate::control::{Peer, Responder, Service};
 use crate::message::{
     Cancel, Close, Offered, Outcome, Pull, PullExtra, Query, QueryExtra, Refusal, Renew, Reply, Request, Want,
 };
-use crate::offer::{Action, Actions, Cancelled, Claimed, Found, Offers, PullId};
+use crate::offer::{Action, Actions, Claimed, Found, Offers, PullId};
 
 /// Answers requests for a connector, as long as it lives.
 pub(super) struct Server {
@@ -53,11 +53,15 @@ impl Inner {
         &self,
         change: impl FnOnce(&mut Offers<Arc<Stored>>, Instant, &mut Actions<Arc<Stored>>) -> T,
     ) -> T {
+        self.with_state(|state, now| change(&mut state.offers, now, &mut state.actions))
+    }
+
+    /// As [`Inner::with_offers`], with what is done for the claims.
+    pub(super) fn with_state<T>(&self, change: impl FnOnce(&mut State, Instant) -> T) -> T {
         let now = Instant::now();
         let (result, next) = {
             let mut state = self.state.lock();
-            let State { offers, actions, .. } = &mut *state;
-            (change(offers, now, actions), offers.next_due())
+            (change(&mut state, now), state.offers.next_due())
         };
         if let Some(next) = next {
             self.timer.arm(next);
@@ -90,7 +94,7 @@ impl Inner {
                 let parked = self.state.lock().parked.remove(&pull);
                 match parked {
                     Some((responder, query)) => self.answer_found(&pull, &found, &query, responder),
-                    None => self.end_claim(&pull, Outcome::Failed),
+                    None => self.end(&pull, Outcome::Failed),
                 }
             }
             Action::Refuse(pull, error) => {
@@ -99,15 +103,52 @@ impl Inner {
                     responder.reply(&Reply::NoOffer(Refusal::from(&error)));
                 }
             }
-            Action::Overdue(pull) => self.end_read(&pull, Outcome::Failed),
+            Action::Overdue(pull) => self.end(&pull, Outcome::Failed),
         }
     }
 
-    fn end_claim(&self, pull: &PullId, outcome: Outcome) {
-        let ended = self.with_offers(|offers, now, out| offers.end(pull, outcome, now, out));
-        if let Err(error) = ended {
-            tracing::debug!(%error, "a get ended that was not known");
+    /// Ends a claim: at once, or as soon as nothing touches the payload for it any more.
+    fn end(&self, pull: &PullId, outcome: Outcome) {
+        let rest = self.with_state(|state, now| state.end(pull, outcome, now));
+        self.carry_out_rest(rest, &called_off());
+    }
+
+    /// Ends what a consumer asked for and does not want any more.
+    fn call_off(&self, pull: &PullId, outcome: Outcome) {
+        let (parked, rest) = self.with_state(|state, now| state.call_off(pull, outcome, now));
+        if let Some((parked, _)) = parked {
+            parked.refuse(&called_off());
         }
+        self.carry_out_rest(rest, &called_off());
+    }
+
+    /// Does what is left for a claim to end. `why` is what the consumer of a pull is told.
+    pub(super) fn carry_out_rest(&self, rest: Rest, why: &Error) {
+        match rest {
+            Rest::Nothing => {}
+            Rest::Revoke(pull) => self.revoke(&pull),
+            Rest::Cancel(batch) => batch.cancel(),
+            Rest::Refuse(job) => {
+                self.counters.serve(false);
+                job.responder.refuse(why);
+            }
+        }
+    }
+
+    /// Revokes the grant of a read that has ended, if that can be done by now; else the timer has it tried again.
+    fn revoke(&self, pull: &PullId) {
+        let lent = self.state.lock().take_lent(pull);
+        let Some(mut lent) = lent else { return };
+        let kept = match lent.grant.revoke(Deadline::after(Duration::ZERO)) {
+            Ok(()) => None,
+            // The consumer is stopped, or still at it.
+            Err(_) => Some(lent),
+        };
+        if kept.is_some() {
+            self.timer.arm(Instant::now() + RETRY);
+        }
+        let left = self.with_state(|state, now| state.revoked(pull, kept, now));
+        drop(left);
     }
 
     pub(super) fn hello(&self) -> Hello {
@@ -157,14 +198,11 @@ impl Inner {
             Want::Write => None,
             Want::Read => match self.grant_read(pull, &found.payload) {
                 Ok(grant) => grant,
-                Err(error) => {
-                    self.end_claim(pull, Outcome::Failed);
-                    return responder.refuse(&error);
-                }
+                Err(error) => return responder.refuse(&error),
             },
         };
         if responder.is_closed() {
-            return self.end_read(pull, Outcome::Failed);
+            return self.end(pull, Outcome::Failed);
         }
         let now = Instant::now();
         let offered = Offered {
@@ -189,36 +227,31 @@ impl Inner {
 
     /// Leave to read a payload. `None` when it has to be written, since it does not lie in the pool: the claim is
     /// then one to that.
-    fn grant_read(&self, pull: &PullId, stored: &Stored) -> Result<Option<GrantDesc>> {
+    ///
+    /// # Errors
+    /// As [`State::granted`]; the claim has ended, or is ending.
+    fn grant_read(&self, pull: &PullId, stored: &Arc<Stored>) -> Result<Option<GrantDesc>> {
         let Home::Block(block) = &stored.home else {
-            self.with_offers(|offers, now, _| offers.reserve(pull, now));
+            self.with_state(|state, now| state.reserve(pull, now))?;
             return Ok(None);
         };
-        let memory = self.memory.lock();
-        let memory = memory.as_ref().ok_or_else(closed)?;
-        let grant = memory.grant(block.offset(), stored.len, Access::Read, Some(&pull.consumer))?;
-        let desc = grant.desc().clone();
-        self.state.lock().reads.insert(pull.clone(), grant);
-        Ok(Some(desc))
+        let known = self.state.lock().begin_grant(pull)?;
+        if known.is_some() {
+            return Ok(known);
+        }
+        let made = self.lend(pull, block.offset(), stored);
+        let granted = self.with_state(|state, now| state.granted(pull, made, now));
+        if granted.is_err() {
+            self.revoke(pull);
+        }
+        granted.map(Some)
     }
 
-    /// Ends a read: its claim ends when the consumer cannot touch the payload any more.
-    fn end_read(&self, pull: &PullId, outcome: Outcome) {
-        let grant = self.state.lock().reads.remove(pull).or_else(|| {
-            // It was ended before, and could not be yet: what the consumer says of it now stands.
-            let mut ending = self.ending_reads.lock();
-            let index = ending.iter().position(|(known, ..)| known == pull)?;
-            Some(ending.swap_remove(index).1)
-        });
-        let Some(mut grant) = grant else { return self.end_claim(pull, outcome) };
-        match grant.revoke(Deadline::after(Duration::ZERO)) {
-            Ok(()) => self.end_claim(pull, outcome),
-            Err(_) => {
-                // The consumer is stopped, or still at it: asked again by the timer.
-                self.ending_reads.lock().push((pull.clone(), grant, outcome));
-                self.timer.arm(Instant::now() + RETRY);
-            }
-        }
+    fn lend(&self, pull: &PullId, offset: u64, stored: &Arc<Stored>) -> Result<Lent> {
+        let memory = self.memory.lock();
+        let memory = memory.as_ref().ok_or_else(closed)?;
+        let grant = memory.grant(offset, stored.len, Access::Read, Some(&pull.consumer))?;
+        Ok(Lent { grant, _stored: Arc::clone(stored) })
     }
 
     fn answer_pull(self: &Arc<Self>, peer: &Peer, pull: Pull, responder: Responder) {
@@ -234,29 +267,31 @@ impl Inner {
         {
             return responder.refuse(&error);
         }
-        let generation = pull.extra.as_ref().and_then(|extra| extra.generation);
-        let found = self.with_offers(|offers, now, _| offers.begin(&pull.request_id, &id, generation, now));
-        let found = match found {
-            Ok(found) => found,
-            Err(error) => return responder.refuse(&error),
-        };
+        let queued = self.with_state(|state, now| state.queue(&id, pull, responder, now));
+        if let Err((error, responder)) = queued {
+            return responder.refuse(&error);
+        }
         let (inner, task) = (Arc::clone(self), id.clone());
-        let responder = Arc::new(Mutex::new(Some(responder)));
-        let answer = Arc::clone(&responder);
-        let submitted = self.workers.submit(move || match inner.write(&task, &pull, &found.payload) {
+        if let Err(error) = self.workers.submit(move || inner.serve_pull(task)) {
+            let rest = self.with_state(|state, now| state.end(&id, Outcome::Failed, now));
+            self.carry_out_rest(rest, &error);
+        }
+    }
+
+    /// A worker's part of a pull.
+    fn serve_pull(self: &Arc<Self>, id: PullId) {
+        let job = self.state.lock().connecting(&id);
+        let Some(Job { pull, stored, responder }) = job else { return };
+        match self.write(&id, &pull, &stored) {
             Ok(batch) => {
                 // The worker is free again; the payload stays pinned by its claim until the bytes have arrived.
-                let waiting = Arc::clone(&inner);
-                inner.plane.spawn(async move {
+                let waiting = Arc::clone(self);
+                self.plane.spawn(async move {
                     let outcome = batch.done().await;
-                    waiting.state.lock().writes.remove(&task);
-                    waiting.finish_pull(&task, outcome.map(|()| found.payload.len), &answer);
+                    waiting.finish_pull(&id, outcome.map(|()| stored.len), responder);
                 });
             }
-            Err(error) => inner.finish_pull(&task, Err(error), &answer),
-        });
-        if let Err(error) = submitted {
-            self.finish_pull(&id, Err(error), &responder);
+            Err(error) => self.finish_pull(&id, Err(error), responder),
         }
     }
 
@@ -288,16 +323,18 @@ impl Inner {
         let mut batch = self.engine.batch();
         batch.submit(&requests, SubmitOptions { deadline, checksum: *checksum })?;
         let batch = Arc::new(batch);
-        self.state.lock().writes.insert(id.clone(), Arc::clone(&batch));
+        let goes_on = self.state.lock().writing(id, &batch);
+        if !goes_on {
+            batch.cancel();
+        }
         Ok(batch)
     }
 
-    fn finish_pull(&self, id: &PullId, outcome: Result<u64>, responder: &Mutex<Option<Responder>>) {
+    fn finish_pull(&self, id: &PullId, outcome: Result<u64>, responder: Responder) {
         self.counters.serve(outcome.is_ok());
         let done = if outcome.is_ok() { Outcome::Done } else { Outcome::Failed };
         // The offer first: a consumer that hears that it is done, or failed, finds it so.
-        self.end_claim(id, done);
-        let Some(responder) = responder.lock().take() else { return };
+        self.with_state(|state, now| state.written(id, done, now));
         match outcome {
             Ok(bytes) => responder.reply(&Reply::Done { bytes }),
             Err(error) => responder.refuse(&error),
@@ -311,36 +348,17 @@ impl Inner {
             let closed = state.parked.iter().filter(|(_, (responder, _))| responder.is_closed());
             closed.map(|(pull, _)| pull.clone()).collect()
         };
-        for pull in gone {
-            // One that found its payload meanwhile finds that nobody is there.
-            self.with_offers(|offers, now, out| offers.cancel(&pull, now, out));
-            let parked = self.state.lock().parked.remove(&pull);
-            drop(parked);
-        }
+        // One that found its payload meanwhile is ended too: nobody hears of it.
+        gone.iter().for_each(|pull| self.call_off(pull, Outcome::Failed));
     }
 
     fn answer_cancel(&self, cancel: &Cancel, responder: Responder) {
-        let pull = pull_id(&cancel.consumer, cancel.incarnation, cancel.pull);
-        let parked = self.state.lock().parked.remove(&pull);
-        if let Some((parked, _)) = parked {
-            parked.refuse(&Error::new(ErrorKind::Cancelled, "the consumer cancelled the get"));
-        }
-        match self.with_offers(|offers, now, out| offers.cancel(&pull, now, out)) {
-            Cancelled::InFlight => {
-                let batch = self.state.lock().writes.get(&pull).cloned();
-                match batch {
-                    Some(batch) => batch.cancel(),
-                    None => self.end_read(&pull, Outcome::Failed),
-                }
-            }
-            Cancelled::Forgotten | Cancelled::Unknown => {}
-        }
+        self.call_off(&pull_id(&cancel.consumer, cancel.incarnation, cancel.pull), Outcome::Failed);
         responder.reply(&Reply::Ok);
     }
 
     fn answer_close(&self, close: &Close, responder: Responder) {
-        let pull = pull_id(&close.consumer, close.incarnation, close.pull);
-        self.end_read(&pull, close.outcome);
+        self.call_off(&pull_id(&close.consumer, close.incarnation, close.pull), close.outcome);
         responder.reply(&Reply::Ok);
     }
 
@@ -358,13 +376,8 @@ impl Inner {
     /// Does what is due: offers expire, leases end, memory that was held back is given up.
     pub(super) fn tick(&self) -> Option<Instant> {
         self.with_offers(|offers, now, out| offers.tick(now, out));
-        let ending = std::mem::take(&mut *self.ending_reads.lock());
-        for (pull, mut grant, outcome) in ending {
-            match grant.revoke(Deadline::after(Duration::ZERO)) {
-                Ok(()) => self.end_claim(&pull, outcome),
-                Err(_) => self.ending_reads.lock().push((pull, grant, outcome)),
-            }
-        }
+        let unrevoked = self.state.lock().unrevoked();
+        unrevoked.iter().for_each(|pull| self.revoke(pull));
         let fencing = std::mem::take(&mut *self.fencing.lock());
         for (mut grant, slot) in fencing {
             match grant.revoke(Deadline::after(Duration::ZERO)) {
@@ -379,7 +392,8 @@ impl Inner {
         let now = Instant::now();
         let renewal = self.renew_leases(now);
         let silent = self.check_streams(now);
-        let held = !self.ending_reads.lock().is_empty() || !self.fencing.lock().is_empty();
+        // Grants that could not be revoked have armed the timer themselves.
+        let held = !self.fencing.lock().is_empty();
         let retry = held.then(|| now + RETRY);
         let due = self.state.lock().offers.next_due();
         [renewal, retry, due, silent].into_iter().flatten().min()

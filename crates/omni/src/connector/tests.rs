@@ -1,11 +1,18 @@
-//! What only shows from within.
+//! What only shows from within: that nothing is left of what was called off, in whatever order things come.
 
+use std::net::TcpListener;
 use std::thread;
+
+use posthorse_core::{Access, Checksum, GrantDesc, GrantToken, Incarnation, RegionId};
 
 use super::*;
 use crate::config::Role;
 use crate::key::Edge;
-use crate::message::{Answer, StreamAbort, StreamCredit, StreamSent};
+use crate::message::{
+    Answer, Cancel, Close, Outcome, Pull, PullExtra, PullReply, QueryExtra, QueryReply, StreamAbort,
+    StreamCredit, StreamSent, Want,
+};
+use crate::offer::OfferStats;
 
 pub(super) fn soon() -> Deadline {
     Deadline::after(Duration::from_secs(20))
@@ -72,6 +79,36 @@ impl Pair {
         self.receiver.get(&edge(), key, GetOptions::until(soon()))
     }
 
+    fn query(&self, key: &str, pull: &PullId) -> Request {
+        Request::Query(Query {
+            request_id: edge().qualify(key).unwrap(),
+            extra: Some(QueryExtra {
+                hello: self.receiver.inner().hello(),
+                consumer: pull.consumer.to_string(),
+                incarnation: pull.incarnation,
+                pull: pull.pull,
+                wait_ms: 20_000,
+                want: Want::Read,
+            }),
+        })
+    }
+
+    fn close(&self, PullId { consumer, incarnation, pull }: &PullId, outcome: Outcome) {
+        let (consumer, incarnation, pull) = (consumer.to_string(), *incarnation, *pull);
+        let answer = self.tell(&Request::Close(Close { consumer, incarnation, pull, outcome }));
+        assert_eq!(answer, Answer::Ok);
+    }
+
+    /// Nobody has a claim, and nothing is done for one.
+    fn assert_idle(&self) {
+        eventually("the end of all claims", || {
+            let state = self.sender.inner().state.lock();
+            state.offers.stats().claims == 0
+        });
+        let state = self.sender.inner().state.lock();
+        assert!(state.serving.is_empty(), "without a claim: {:?}", state.serving);
+    }
+
     fn assert_whole(&self) {
         for connector in [&self.sender, &self.receiver] {
             eventually("a whole pool", || {
@@ -79,6 +116,129 @@ impl Pair {
                 health.pool.is_whole() && health.withheld == 0
             });
         }
+    }
+}
+
+#[test]
+fn a_read_that_ends_while_its_grant_is_made_leaves_no_grant() {
+    let pair = Pair::new(|_| {});
+    let inner = pair.sender.inner();
+    let pull = pair.receiver.inner().next_pull();
+    let query = pair.query("k", &pull).encode().unwrap();
+    let asked = pair.receiver.inner().dialer.request(&pair.address, query, soon());
+    eventually("the wait", || inner.health().offers.parked == 1);
+    thread::scope(|scope| {
+        // No grant is made before this is let go.
+        let memory = inner.memory.lock();
+        let put = scope.spawn(|| pair.put("k", b"x"));
+        eventually("the making of a grant", || inner.state.lock().parked.is_empty());
+        pair.close(&pull, Outcome::Failed);
+        drop(memory);
+        put.join().unwrap();
+    });
+    pair.assert_idle();
+    let reply = pollster::block_on(asked).unwrap();
+    let key = edge().qualify("k").unwrap();
+    assert!(matches!(QueryReply::decode(&key, &reply).unwrap(), QueryReply::Refused(_)));
+    assert_eq!(pair.get("k").unwrap().bytes().unwrap(), b"x", "the offer stays");
+    pair.assert_idle();
+    pair.assert_whole();
+}
+
+#[test]
+fn a_claim_does_not_end_while_its_grant_is_being_revoked() {
+    let pair = Pair::new(|config| config.liveness_ms = 60_000);
+    let inner = pair.sender.inner();
+    pair.put("k", b"x");
+    let pull = pair.receiver.inner().next_pull();
+    pair.ask(&pair.query("k", &pull));
+    // As the clock does it.
+    let lent = {
+        let mut state = inner.state.lock();
+        let rest = state.end(&pull, Outcome::Failed, Instant::now());
+        assert!(matches!(rest, serving::Rest::Revoke(_)));
+        state.take_lent(&pull).unwrap()
+    };
+    // Meanwhile the consumer says that it has it all.
+    pair.close(&pull, Outcome::Done);
+    assert_eq!(inner.health().offers, OfferStats { offers: 1, claims: 1, ..OfferStats::default() });
+    let left = inner.with_state(|state, now| state.revoked(&pull, Some(lent), now));
+    assert!(left.is_none());
+    inner.tick();
+    pair.assert_idle();
+    assert_eq!(inner.health().offers, OfferStats::default(), "it was served");
+    pair.assert_whole();
+}
+
+#[test]
+fn a_get_that_asks_twice_has_one_grant() {
+    let pair = Pair::new(|_| {});
+    pair.put("k", b"x");
+    let (pull, key) = (pair.receiver.inner().next_pull(), edge().qualify("k").unwrap());
+    let grants = [(); 2].map(|()| {
+        let reply = QueryReply::decode(&key, &pair.ask(&pair.query("k", &pull))).unwrap();
+        let QueryReply::Offer { offered: Some(offered), .. } = reply else { panic!("no offer: {reply:?}") };
+        offered.grant.unwrap()
+    });
+    assert_eq!(grants[0], grants[1]);
+    pair.close(&pull, Outcome::Done);
+    pair.assert_idle();
+    pair.assert_whole();
+}
+
+fn pull_for(consumer: &str, number: u64, hello: posthorse_core::Hello) -> Pull {
+    let grant = GrantDesc {
+        region: RegionId(1),
+        address: 4096,
+        len: 4096,
+        access: Access::Write,
+        token: GrantToken { handle: 1, secret: 1 },
+        attributes: Default::default(),
+    };
+    Pull {
+        remote_hostname: "127.0.0.1".to_owned(),
+        remote_port: 1,
+        request_id: edge().qualify("k").unwrap(),
+        dst_addrs: vec![grant.address],
+        lengths: vec![grant.len],
+        extra: Some(PullExtra {
+            hello,
+            consumer: consumer.to_owned(),
+            incarnation: Incarnation(1),
+            pull: number,
+            generation: None,
+            grant,
+            deadline_ms: None,
+            checksum: Checksum::default(),
+        }),
+    }
+}
+
+/// Pulls of consumers whose address takes connections, and never answers.
+#[test]
+fn close_waits_for_no_pull_that_is_queued() {
+    let pair = Pair::new(|config| (config.liveness_ms, config.workers) = (500, 2));
+    let (inner, silent) = (pair.sender.inner(), TcpListener::bind("127.0.0.1:0").unwrap());
+    let options = PutOptions { consumers: std::num::NonZeroU32::new(200), ..PutOptions::default() };
+    pair.sender.put(&edge(), "k", &b"x"[..], options).unwrap();
+    let consumer = silent.local_addr().unwrap().to_string();
+    let dialers = [(); 3].map(|()| pair.receiver.inner().plane.dialer());
+    let asked: Vec<_> = (0..180)
+        .map(|number| {
+            let pull = Request::Pull(pull_for(&consumer, number, inner.hello())).encode().unwrap();
+            dialers[number as usize % 3].request(&pair.address, pull, soon())
+        })
+        .collect();
+    eventually("the queue", || inner.health().offers.claims >= 170);
+    // One that is called off is told so at once, wherever it stands in the queue.
+    let (incarnation, pull) = (Incarnation(1), 179);
+    pair.tell(&Request::Cancel(Cancel { consumer, incarnation, pull }));
+    let start = Instant::now();
+    pair.sender.close();
+    let took = start.elapsed();
+    assert!(took < Duration::from_secs(10), "it took {took:?}");
+    for reply in asked.into_iter().filter_map(|asked| pollster::block_on(asked).ok()) {
+        assert!(matches!(PullReply::decode(&reply).unwrap(), PullReply::Refused(_)));
     }
 }
 
@@ -143,4 +303,40 @@ fn a_consumer_speaks_as_often_as_its_producer_demands() {
     drop(followed.next(soon()).unwrap().unwrap());
     drop((stream, followed));
     pair.assert_whole();
+}
+
+/// Puts, gets that have hardly any time, and what takes offers back, all at once.
+#[test]
+fn whatever_order_things_come_in_nothing_is_left() {
+    for transport in ["shm", "tcp"] {
+        let pair = Pair::new(|config| config.transport = format!("require:{transport}").parse().unwrap());
+        thread::scope(|scope| {
+            for thread in 0..4_u32 {
+                let pair = &pair;
+                scope.spawn(move || {
+                    for round in 0..150_u32 {
+                        let key = format!("{}", round % 3);
+                        let options =
+                            PutOptions { consumers: std::num::NonZeroU32::new(2), ..PutOptions::default() };
+                        match (thread + round) % 5 {
+                            0 | 1 => drop(pair.sender.put(&edge(), &key, &[7; 4096][..], options)),
+                            2 => drop(pair.sender.cleanup(&edge(), &key)),
+                            _ => {}
+                        }
+                        let time = Duration::from_micros(200 * u64::from((round + 7 * thread) % 20));
+                        let options =
+                            GetOptions { lease: round % 2 == 0, ..GetOptions::until(Deadline::after(time)) };
+                        if let Ok(got) = pair.receiver.get(&edge(), &key, options) {
+                            assert!(got.bytes().unwrap().iter().all(|byte| *byte == 7));
+                        }
+                    }
+                });
+            }
+        });
+        for key in ["0", "1", "2"] {
+            let _ = pair.sender.cleanup(&edge(), key);
+        }
+        pair.assert_idle();
+        pair.assert_whole();
+    }
 }

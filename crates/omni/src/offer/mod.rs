@@ -390,6 +390,11 @@ impl<P: Clone> Offers<P> {
         true
     }
 
+    /// Whether a get has a claim that is in flight.
+    pub fn is_in_flight(&self, pull: &PullId) -> bool {
+        self.claims.get(pull).is_some_and(|claim| claim.in_flight)
+    }
+
     /// Calls a get off.
     pub fn cancel(&mut self, pull: &PullId, now: Instant, out: &mut Actions<P>) -> Cancelled {
         if let Some(timer) = self.parking.remove(pull) {
