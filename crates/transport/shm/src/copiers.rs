@@ -204,7 +204,11 @@ impl Copiers {
         });
         let Some(mut turn) = taken else { return false };
         self.copy(&mut turn);
-        self.state.lock().spare.push(turn);
+        let mut state = self.state.lock();
+        state.jobs.reported(&mut turn.reports);
+        state.spare.push(turn);
+        drop(state);
+        self.idle.notify_all();
         true
     }
 
@@ -212,6 +216,7 @@ impl Copiers {
         let mut reports = Reports::default();
         self.change(|state| act(&mut state.jobs, &mut reports));
         self.send(&mut reports);
+        self.sent(&mut reports);
     }
 
     /// Changes the state, and wakes a thread if there is work that nobody would see otherwise.
@@ -245,6 +250,10 @@ impl Copiers {
         for path in reports.writable.drain(..) {
             self.events.writable(path);
         }
+    }
+
+    /// What was sent counts as unreported no longer.
+    fn sent(&self, reports: &mut Reports) {
         self.state.lock().jobs.reported(reports);
         self.idle.notify_all();
     }
@@ -260,7 +269,10 @@ impl Copiers {
                     }
                     Err(error) => link.refuse(request, &error),
                 },
-                Next::Copy => self.copy(&mut turn),
+                Next::Copy => {
+                    self.copy(&mut turn);
+                    self.sent(&mut turn.reports);
+                }
             }
         }
     }
@@ -314,7 +326,7 @@ impl Copiers {
     }
 
     /// Copies the pieces of a turn, and reports what has ended by that: then this thread touches nothing any more, and
-    /// nobody waits for it who might be called.
+    /// nobody waits for it who might be called. The caller then notes that they were sent.
     fn copy(&self, turn: &mut Turn) {
         let Turn { pieces, results, reports } = turn;
         // SAFETY: whoever submitted the slice keeps its local memory until the completion, which follows.
