@@ -87,9 +87,14 @@ const GREETING: &[u8] = &{
 
 /// A raw ZMTP peer of this socket type, its handshake done.
 fn raw(stream: &mut TcpStream, socket_type: &str) {
+    raw_of(stream, socket_type, 1);
+}
+
+/// As [`raw`], of this minor version of ZMTP 3: before 3.1 there is no PING.
+fn raw_of(stream: &mut TcpStream, socket_type: &str, minor: u8) {
     let body =
         [b"\x05READY\x0bSocket-Type\0\0\0", &[socket_type.len() as u8][..], socket_type.as_bytes()].concat();
-    stream.write_all(GREETING).unwrap();
+    stream.write_all(&[&GREETING[..11], &[minor], &GREETING[12..]].concat()).unwrap();
     stream.write_all(&[&[4, body.len() as u8][..], &body].concat()).unwrap();
     let mut theirs = [0; 64 + 2];
     stream.read_exact(&mut theirs).unwrap();
@@ -287,6 +292,21 @@ fn a_consumer_that_is_stopped_or_gone_is_noticed() {
         drop(held);
         assert!(service.kept.lock().unwrap().pop().unwrap().is_closed());
     }
+    plane.close(SOON.into()).unwrap();
+}
+
+#[test]
+fn a_consumer_that_cannot_be_asked_does_not_wait_for_ever() {
+    let idle_timeout = Duration::from_millis(200);
+    let (plane, listener, service) = serve(ControlLimits { idle_timeout, ..quick() });
+    let (gone, gone_rx) = mpsc::channel();
+    *service.gone.lock().unwrap() = Some(gone);
+    let mut stream = TcpStream::connect(listener.local_address()).unwrap();
+    raw_of(&mut stream, "REQ", 0);
+    let ping = Request::Ping.encode().unwrap();
+    stream.write_all(&[&[1, 0, 0, ping.len() as u8][..], &ping].concat()).unwrap();
+    gone_rx.recv_timeout(SOON).unwrap();
+    assert!(service.kept.lock().unwrap()[0].is_closed(), "its request was kept, and is given up");
     plane.close(SOON.into()).unwrap();
 }
 

@@ -23,7 +23,8 @@ pub struct ControlLimits {
     pub connect_timeout: Duration,
     /// How long a peer may take to read what it is sent.
     pub send_timeout: Duration,
-    /// How long a listener keeps a connection without requests.
+    /// How long a listener keeps a silent connection: without requests, or of a peer that cannot be asked whether it is
+    /// there.
     pub idle_timeout: Duration,
     /// How long a dialer keeps a connection without requests: shorter than any listener's time.
     pub cache_timeout: Duration,

@@ -99,11 +99,16 @@ impl Link {
         self.pinged = false;
     }
 
+    /// Whether the peer knows how to say that it is there.
+    pub(super) const fn can_be_asked(&self) -> bool {
+        self.decoder.knows_ping()
+    }
+
     /// Asks a silent peer whether it is there, and finds out when it is not. Peers older than ZMTP 3.1 cannot be
     /// asked; only TCP tells of their end.
     pub(super) fn check(&mut self, liveness: Duration) -> Result<Pulse> {
         let now = Instant::now();
-        if !self.decoder.knows_ping() {
+        if !self.can_be_asked() {
             return Ok(Pulse::Quiet(now + liveness));
         }
         let (ask, end) = (self.heard + liveness / 3, self.heard + liveness);

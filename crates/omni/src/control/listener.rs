@@ -298,7 +298,8 @@ async fn serve(link: &mut Link, peer: Peer, server: &Server, mut ended: watch::R
             }
             () = sleep_until(due) => {
                 let idle_end = link.heard() + limits.idle_timeout;
-                due = if outstanding > 0 {
+                // One that waits and cannot be asked whether it is there may be silent for no longer than an idle one.
+                due = if outstanding > 0 && link.can_be_asked() {
                     match link.check(limits.liveness)? {
                         Pulse::Quiet(until) => until,
                         Pulse::Gone => return Err(super::dialer::silent(limits.liveness)),

@@ -8,6 +8,10 @@
 //!
 //! Decoding takes no more memory than a small multiple of the message, whose size the socket has capped,
 //! and refuses deep nesting; it never panics, whatever the bytes.
+//!
+//! Whoever reaches the control port is heard, so what may be kept for a peer is bounded much closer than what is read
+//! of it: each name, and each query and pull as a whole. Reasons and advice are cut for whoever reads them, and kept
+//! only so.
 
 mod reply;
 mod request;
@@ -18,12 +22,18 @@ pub use request::{
     StreamCredit, Want,
 };
 
-use posthorse_core::{Error, ErrorKind, Result};
+use posthorse_core::{Error, ErrorKind, Hello, Result};
 use serde::de::{DeserializeOwned, IgnoredAny};
 use serde::{Deserialize, Serialize};
 
 /// The largest control message that is written or read, in bytes.
 pub const MAX_MESSAGE_BYTES: usize = 1 << 20;
+
+/// The largest query or pull, in bytes: a producer may keep it for as long as the get lasts.
+pub const MAX_KEPT_BYTES: usize = 64 << 10;
+
+/// The longest name, in bytes.
+pub const MAX_NAME_BYTES: usize = 1024;
 
 /// How deep a message may nest: real ones need less than half of it.
 const MAX_DEPTH: usize = 32;
@@ -32,16 +42,12 @@ fn encode_after(prefix: &[u8], message: &impl Serialize) -> Result<Vec<u8>> {
     let mut bytes = prefix.to_vec();
     rmp_serde::encode::write_named(&mut bytes, message)
         .map_err(|e| Error::new(ErrorKind::Internal, format!("encoding a control message: {e}")))?;
-    if bytes.len() > MAX_MESSAGE_BYTES {
-        return Err(too_large(bytes.len()));
-    }
+    within(bytes.len(), MAX_MESSAGE_BYTES)?;
     Ok(bytes)
 }
 
 fn decode<T: DeserializeOwned>(what: &str, bytes: &[u8]) -> Result<T> {
-    if bytes.len() > MAX_MESSAGE_BYTES {
-        return Err(too_large(bytes.len()));
-    }
+    within(bytes.len(), MAX_MESSAGE_BYTES)?;
     from_msgpack(bytes, MAX_DEPTH).map_err(|why| Error::new(ErrorKind::Malformed, format!("a {what}: {why}")))
 }
 
@@ -57,11 +63,35 @@ pub(crate) fn from_msgpack<T: DeserializeOwned>(bytes: &[u8], max_depth: usize) 
     }
 }
 
-fn too_large(len: usize) -> Error {
-    Error::new(
-        ErrorKind::TooLarge,
-        format!("a control message of {len} bytes; accepted: {MAX_MESSAGE_BYTES} bytes"),
-    )
+fn within(len: usize, most: usize) -> Result<()> {
+    if len <= most {
+        return Ok(());
+    }
+    Err(Error::new(ErrorKind::TooLarge, format!("a control message of {len} bytes; accepted: {most} bytes")))
+}
+
+/// Refuses a name that is not fit to be kept or shown.
+fn check_name(what: &str, name: &str) -> Result<()> {
+    if name.len() <= MAX_NAME_BYTES && !name.chars().any(char::is_control) {
+        return Ok(());
+    }
+    let len = name.len();
+    let accepted = format!("up to {MAX_NAME_BYTES}, without control characters");
+    Err(Error::new(ErrorKind::Malformed, format!("{what} has {len} bytes; accepted: {accepted}")))
+}
+
+fn check_hello(hello: &Hello) -> Result<()> {
+    let lengths = [
+        ("the fingerprint", hello.fingerprint.as_ref().map_or(0, String::len)),
+        ("the proof", hello.proof.len()),
+    ];
+    match lengths.into_iter().find(|(_, len)| *len > MAX_NAME_BYTES) {
+        None => Ok(()),
+        Some((what, len)) => Err(Error::new(
+            ErrorKind::Malformed,
+            format!("{what} has {len} bytes; accepted: up to {MAX_NAME_BYTES}"),
+        )),
+    }
 }
 
 /// A peer's text, made fit for logs: at most 512 characters, none of them a control character.

@@ -4,7 +4,7 @@ use posthorse_core::{Checksum, Error, ErrorKind, GrantDesc, Hello, Incarnation, 
 use serde::{Deserialize, Serialize};
 
 use super::request::Dialect;
-use super::{decode, encode_after, printable};
+use super::{check_hello, check_name, decode, encode_after, printable};
 use crate::payload::Manifest;
 
 const NOT_FOUND: &[u8] = b"info_not_found";
@@ -237,7 +237,11 @@ impl QueryReply {
                 }
                 let offered = match ph {
                     None => None,
-                    Some(Extra::Offer(offered)) => Some(offered),
+                    Some(Extra::Offer(offered)) => {
+                        check_hello(&offered.hello)?;
+                        check_name("the producer's name", &offered.segment)?;
+                        Some(offered)
+                    }
                     Some(_) => return Err(malformed("of another request".to_owned())),
                 };
                 Ok(Self::Offer { data_size, is_fast_path: fast, offered })
@@ -409,6 +413,25 @@ mod tests {
         let error = later.to_error("a:1");
         assert_eq!(error.kind(), ErrorKind::PeerRefused);
         assert!(error.message().contains("9999") && !error.message().contains('\n'));
+    }
+
+    #[test]
+    fn what_is_kept_of_an_offer_is_bounded() {
+        let changed = |change: fn(&mut Offered)| {
+            let mut offered = offered();
+            change(&mut offered);
+            let reply = Reply::Offer {
+                request_id: "k".to_owned(),
+                data_size: 12,
+                is_fast_path: true,
+                offered: Some(offered),
+            };
+            QueryReply::decode("k", &reply.encode(Dialect::Posthorse).unwrap()).unwrap_err().to_string()
+        };
+        let error = changed(|offered| offered.segment = "x".repeat(1025));
+        assert!(error.contains("the producer's name has 1025 bytes; accepted: up to 1024"), "{error}");
+        let error = changed(|offered| offered.hello.fingerprint = Some("x".repeat(1025)));
+        assert!(error.contains("the fingerprint has 1025 bytes; accepted: up to 1024"), "{error}");
     }
 
     #[test]

@@ -3,11 +3,14 @@
 use posthorse_core::{Checksum, Error, ErrorKind, GrantDesc, Hello, Incarnation, Result};
 use serde::{Deserialize, Serialize};
 
-use super::{decode, encode_after};
+use super::{MAX_KEPT_BYTES, MAX_MESSAGE_BYTES, check_hello, check_name, decode, encode_after, within};
 use crate::key;
 
 const QUERY_PREFIX: &[u8] = b"query_info";
 const POSTHORSE_PREFIX: &[u8] = b"posthorse:";
+
+/// The most addresses of one pull.
+const MAX_ADDRESSES: usize = 1024;
 
 /// Whether a peer knows Posthorse's fields.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -210,10 +213,10 @@ impl Request {
     /// The request's bytes.
     ///
     /// # Errors
-    /// `TooLarge` above [`super::MAX_MESSAGE_BYTES`].
+    /// `TooLarge` above [`MAX_MESSAGE_BYTES`], for a query or pull above [`MAX_KEPT_BYTES`].
     pub fn encode(&self) -> Result<Vec<u8>> {
         let own = |own| encode_after(POSTHORSE_PREFIX, &own);
-        match self {
+        let bytes = match self {
             Self::Query(query) => encode_after(QUERY_PREFIX, query),
             Self::Pull(pull) => encode_after(b"", pull),
             Self::Cancel(cancel) => own(Own::Cancel(cancel.clone())),
@@ -223,14 +226,17 @@ impl Request {
             Self::StreamAbort(abort) => own(Own::StreamAbort(abort.clone())),
             Self::Ping => own(Own::Ping),
             Self::Health => own(Own::Health),
-        }
+        }?;
+        within(bytes.len(), most(&bytes))?;
+        Ok(bytes)
     }
 
     /// The request in these bytes.
     ///
     /// # Errors
-    /// `Malformed` with what is wrong, `TooLarge`, or `InvalidArgument` for a key that is empty or too long.
+    /// `Malformed` with what is wrong, `TooLarge`, or `InvalidArgument` for a key that cannot be one.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
+        within(bytes.len(), most(bytes))?;
         let request = if let Some(rest) = bytes.strip_prefix(QUERY_PREFIX) {
             Self::Query(decode("query", rest)?)
         } else if let Some(rest) = bytes.strip_prefix(POSTHORSE_PREFIX) {
@@ -269,26 +275,51 @@ impl Request {
 
     fn check(&self) -> Result<()> {
         match self {
-            Self::Query(query) => key::check(&query.request_id),
-            Self::Pull(pull) => {
-                key::check(&pull.request_id)?;
-                if pull.dst_addrs.is_empty() || pull.dst_addrs.len() != pull.lengths.len() {
-                    return Err(Error::new(
-                        ErrorKind::Malformed,
-                        format!(
-                            "a pull with {} addresses and {} lengths; accepted: as many of both, at least one",
-                            pull.dst_addrs.len(),
-                            pull.lengths.len()
-                        ),
-                    ));
-                }
-                Ok(())
+            Self::Query(query) => {
+                key::check(&query.request_id)?;
+                query.extra.as_ref().map_or(Ok(()), |extra| check_speaker(&extra.hello, &extra.consumer))
             }
+            Self::Pull(pull) => pull.check(),
+            Self::Cancel(Cancel { consumer, .. })
+            | Self::Close(Close { consumer, .. })
+            | Self::Renew(Renew { consumer, .. }) => check_consumer(consumer),
             Self::StreamCredit(StreamCredit { stream, .. })
             | Self::StreamAbort(StreamAbort { stream, .. }) => key::check(stream),
-            _ => Ok(()),
+            Self::Ping | Self::Health => Ok(()),
         }
     }
+}
+
+impl Pull {
+    fn check(&self) -> Result<()> {
+        key::check(&self.request_id)?;
+        check_name("the host of a pull", &self.remote_hostname)?;
+        let (addresses, lengths) = (self.dst_addrs.len(), self.lengths.len());
+        if addresses != lengths || !(1..=MAX_ADDRESSES).contains(&addresses) {
+            return Err(Error::new(
+                ErrorKind::Malformed,
+                format!(
+                    "a pull with {addresses} addresses and {lengths} lengths; accepted: as many of both, 1 to \
+                     {MAX_ADDRESSES}"
+                ),
+            ));
+        }
+        self.extra.as_ref().map_or(Ok(()), |extra| check_speaker(&extra.hello, &extra.consumer))
+    }
+}
+
+fn check_speaker(hello: &Hello, consumer: &str) -> Result<()> {
+    check_hello(hello)?;
+    check_consumer(consumer)
+}
+
+fn check_consumer(consumer: &str) -> Result<()> {
+    check_name("the consumer's name", consumer)
+}
+
+/// How long a request may be that begins like this.
+fn most(bytes: &[u8]) -> usize {
+    if bytes.starts_with(POSTHORSE_PREFIX) { MAX_MESSAGE_BYTES } else { MAX_KEPT_BYTES }
 }
 
 #[cfg(test)]
@@ -298,6 +329,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::message::MAX_NAME_BYTES;
 
     fn hello() -> Hello {
         Hello::new(Features(5), Some("model".to_owned()))
@@ -433,6 +465,78 @@ mod tests {
             let error = Request::decode(&bytes).unwrap_err().to_string();
             assert!(error.contains(part), "{part} is missing in {error}");
         }
+    }
+
+    #[test]
+    fn what_is_kept_for_a_peer_is_bounded() {
+        let long = || "x".repeat(MAX_NAME_BYTES + 1);
+        let query = |change: fn(&mut QueryExtra, String)| {
+            let mut request = all().remove(1);
+            let Request::Query(Query { extra: Some(extra), .. }) = &mut request else { panic!("no query") };
+            change(extra, long());
+            request
+        };
+        let pulled = |change: fn(&mut Pull, &mut PullExtra, String)| {
+            let (mut changed, mut more) = (pull(None), extra());
+            change(&mut changed, &mut more, long());
+            Request::Pull(Pull { extra: Some(more), ..changed })
+        };
+        let (incarnation, pull) = (Incarnation(7), 9);
+        for (request, part) in [
+            (query(|extra, long| extra.consumer = long), "the consumer's name has 1025 bytes"),
+            (query(|extra, _| extra.consumer = "a\nb".to_owned()), "without control characters"),
+            (query(|extra, long| extra.hello.fingerprint = Some(long)), "the fingerprint has 1025 bytes"),
+            (query(|extra, long| extra.hello.proof = long.into()), "the proof has 1025 bytes"),
+            (pulled(|_, extra, long| extra.consumer = long), "the consumer's name has 1025 bytes"),
+            (pulled(|_, extra, long| extra.hello.fingerprint = Some(long)), "the fingerprint has 1025 bytes"),
+            (pulled(|pull, _, long| pull.remote_hostname = long), "the host of a pull has 1025 bytes"),
+            (
+                pulled(|pull, _, long| {
+                    pull.dst_addrs = vec![0; long.len()];
+                    pull.lengths = vec![0; long.len()];
+                }),
+                "1025 addresses",
+            ),
+            (
+                Request::Cancel(Cancel { consumer: long(), incarnation, pull }),
+                "the consumer's name has 1025 bytes",
+            ),
+            (
+                Request::Close(Close { consumer: long(), incarnation, pull, outcome: Outcome::Done }),
+                "the consumer's name has 1025 bytes",
+            ),
+            (
+                Request::Renew(Renew { consumer: long(), incarnation, pulls: vec![] }),
+                "the consumer's name has 1025 bytes",
+            ),
+        ] {
+            let error = Request::decode(&request.encode().unwrap()).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Malformed, "{error}");
+            assert!(error.message().contains(part), "{part} is missing in {error}");
+        }
+        let fits = query(|extra, mut long| {
+            long.pop();
+            extra.hello.fingerprint = Some(long.clone());
+            extra.consumer = long;
+        });
+        assert_eq!(Request::decode(&fits.encode().unwrap()).unwrap(), fits);
+    }
+
+    #[test]
+    fn a_query_or_pull_is_bounded_with_all_that_is_in_it() {
+        let mut more = extra();
+        more.grant.attributes.insert("tcp".to_owned(), "x".repeat(MAX_KEPT_BYTES).into());
+        let error = Request::Pull(pull(Some(more))).encode().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::TooLarge);
+        // {"request_id": "k", "x": "xxx..."}
+        let mut bytes = b"query_info\x82\xaarequest_id\xa1k\xa1x\xdb\x00\x01\x00\x00".to_vec();
+        bytes.extend(std::iter::repeat_n(b'x', 1 << 16));
+        assert_eq!(Request::decode(&bytes).unwrap_err().kind(), ErrorKind::TooLarge);
+        // What is not kept may be longer: many reads that go on.
+        let renew =
+            Renew { consumer: "b:1".to_owned(), incarnation: Incarnation(7), pulls: vec![u64::MAX; 9000] };
+        let renew = Request::Renew(renew);
+        assert_eq!(Request::decode(&renew.encode().unwrap()).unwrap(), renew);
     }
 
     #[test]
