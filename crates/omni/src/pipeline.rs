@@ -125,6 +125,7 @@ impl Pipeline {
             }
         }
         let edges = named.into_iter().map(|(edge, specs)| {
+            edge.check().map_err(|error| invalid(format!("the edge {edge}: {}", error.message())))?;
             for stage in [&edge.from, &edge.to] {
                 if !known.contains(stage) {
                     return Err(invalid(format!(
@@ -403,6 +404,10 @@ stage_args:
             (TWO_STAGES.replace("to_stage_1", "stage_1"), ["\"stage_1\"", "to_stage_N"]),
             (TWO_STAGES.replace("to_stage_1", "to_stage_7"), ["0->7", "stage 7"]),
             (TWO_STAGES.replace("stage_id: 1", "stage_id: 0"), ["stage_id 0", "twice"]),
+            (
+                TWO_STAGES.replace("to_stage_1", "to_stage_1_2").replace("stage_id: 1", "stage_id: \"1_2\""),
+                ["0->1_2", "the stage that pulls is \"1_2\"; accepted: a number"],
+            ),
             ("{connectors: {}}".to_owned(), ["neither stages", "stage_args"]),
             ("stages: [".to_owned(), ["not valid", "YAML"]),
         ] {
