@@ -1,4 +1,6 @@
 #![doc = include_str!("../README.md")]
+// These panic where nobody reads: `outcome::print` and `outcome::note` do not.
+#![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod bench;
 mod channel;
@@ -16,7 +18,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
-use crate::outcome::{Failure, Outcome};
+use crate::outcome::{Failure, Outcome, note};
 
 /// What to log, in the syntax of `tracing_subscriber::EnvFilter`.
 const LOG_VARIABLE: &str = "POSTHORSE_LOG";
@@ -74,7 +76,7 @@ fn main() -> ExitCode {
     match start_log().and_then(|()| run(&cli.command)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
-            eprintln!("error: {}", failure.message());
+            note(format_args!("error: {}", failure.message()));
             failure.exit_code()
         }
     }
@@ -104,7 +106,12 @@ fn start_log() -> Outcome {
         })?,
         Err(_) => EnvFilter::new("error"),
     };
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        // It would say on standard error that standard error takes nothing, and panic there.
+        .log_internal_errors(false)
+        .init();
     Ok(())
 }
 

@@ -47,6 +47,11 @@ pub(crate) fn print(text: &str) -> Outcome {
     output.write_all(text.as_bytes()).and_then(|()| output.flush()).map_err(Failure::io("write the results"))
 }
 
+/// Writes a line to standard error. Whoever reads it may be gone, which is no reason to end.
+pub(crate) fn note(text: impl fmt::Display) {
+    let _ = writeln!(io::stderr(), "{text}");
+}
+
 impl From<posthorse_core::Error> for Failure {
     fn from(error: posthorse_core::Error) -> Self {
         Self::Failed(error.to_string())

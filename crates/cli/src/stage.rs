@@ -8,6 +8,8 @@ use posthorse_omni::config::Role;
 use posthorse_omni::{Connector, ConnectorConfig};
 use rustix::time::{ClockId, clock_gettime};
 
+use crate::outcome::{Failure, Outcome};
+
 /// Where the two processes listen.
 pub(crate) const HOST: &str = "127.0.0.1";
 
@@ -42,6 +44,18 @@ pub(crate) fn connector(
     let config =
         ConnectorConfig { role, host: HOST.to_owned(), zmq_port: 0, memory_pool_size: pool_bytes, ..config };
     Connector::builder().engine(TransferEngine::builder().config(engine).build()?).config(config).build()
+}
+
+/// Refuses a size of which this host has no room for `times` as much.
+pub(crate) fn check_room(argument: &str, bytes: u64, times: u64) -> Outcome {
+    let Some(available) = posthorse_memory::available_memory() else { return Ok(()) };
+    let most = available / times;
+    if bytes <= most {
+        return Ok(());
+    }
+    Err(Failure::Usage(format!(
+        "{argument} is {bytes} bytes; accepted: up to {most}, of which {times} times as much is available now"
+    )))
 }
 
 /// The processor time that this process has used, in seconds.

@@ -2,12 +2,12 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, missing_docs)]
 
 use std::fs;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
 use serde_json::Value;
 
 const TOKEN: u64 = 57_344;
@@ -112,6 +112,16 @@ fn demo_moves_the_tensors_of_a_file_under_their_names() {
 fn wrong_usage_names_argument_value_and_what_is_accepted() {
     for (arguments, parts) in [
         (&["demo", "--size", "57343"][..], &["--size", "57343", "57344"][..]),
+        (&["demo", "--size", "100TiB"], &["--size", "109951162777600", "accepted: up to"]),
+        (&["demo", "--size", "18446744073709551615"], &["--size", "18446744073709551615", "accepted: up to"]),
+        (&["demo", "--input", "/dev/zero"], &["--input", "/dev/zero", "no regular file"]),
+        (&["bench", "local", "--memory", "100TiB"], &["--memory", "109951162777600", "accepted: up to"]),
+        (
+            &["bench", "target", "--listen", "127.0.0.1:0", "--memory", "100TiB"],
+            &["--memory", "109951162777600", "accepted: up to"],
+        ),
+        (&["bench", "omni", "--block", "100TiB"], &["--block", "109951162777600", "accepted: up to"]),
+        (&["soak", "--pool", "100TiB"], &["--pool", "109951162777600", "accepted: up to"]),
         (&["demo", "--size", "12 parsecs"], &["--size", "12 parsecs", "MiB"]),
         (&["demo", "--transport", "pigeon"], &["--transport", "pigeon", "auto, shm, tcp"]),
         (&["demo", "--count", "0"], &["--count", "'0'", "1..="]),
@@ -154,6 +164,53 @@ fn variables_override_the_configuration_are_refused_by_name_or_named_in_a_warnin
         assert!(unknown.status.success(), "{said}");
         assert!(said.contains(&format!("the variable {name} is set, and overrides nothing")), "{said}");
     }
+}
+
+#[test]
+fn nobody_who_reads_is_no_reason_to_panic() {
+    let full = || fs::File::options().write(true).open("/dev/full").unwrap();
+    let closed = || std::io::pipe().unwrap().1;
+    for (arguments, status) in [
+        (&["demo", "--size", "1"][..], 2),
+        (&["gallop"], 2),
+        (&["demo", "--size", "57344", "--count", "1", "--json"], 0),
+        (&["soak", "--duration", "50ms", "--threads", "1", "--max-size", "4KiB", "--pool", "1MiB"], 0),
+        (&["bench", "omni", "--transport", "tcp", "--block", "57344", "--duration", "1ms"], 0),
+    ] {
+        let ended = |stderr: Stdio| {
+            let output = posthorse(arguments).env("POSTHORSE_LOG", "trace").stderr(stderr).output().unwrap();
+            assert_eq!(output.status.code(), Some(status), "{arguments:?}");
+        };
+        ended(full().into());
+        ended(closed().into());
+    }
+    for arguments in [&["--help"][..], &["demo", "--size", "57344", "--count", "1"]] {
+        let status = posthorse(arguments).stdout(full()).stderr(full()).status().unwrap();
+        assert!(matches!(status.code(), Some(0 | 1)), "{arguments:?}: {status}");
+    }
+}
+
+#[test]
+fn a_second_process_that_is_stopped_is_reported() {
+    let mut parent =
+        posthorse(&["demo", "--json", "--count", "1000000", "--size", "57344", "--transport", "tcp"])
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+    let mut lines = BufReader::new(parent.stdout.take().unwrap());
+    lines.read_line(&mut String::new()).unwrap();
+    let children = format!("/proc/{0}/task/{0}/children", parent.id());
+    let child = fs::read_to_string(children).unwrap();
+    let child = Pid::from_raw(child.split_whitespace().next().unwrap().parse().unwrap()).unwrap();
+    kill_process(child, Signal::STOP).unwrap();
+    let begin = Instant::now();
+    lines.read_to_end(&mut Vec::new()).unwrap();
+    let output = parent.wait_with_output().unwrap();
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("the consumer has not answered and is stopped"), "{said}");
+    assert!(begin.elapsed() < Duration::from_secs(60), "{:?}", begin.elapsed());
 }
 
 #[test]

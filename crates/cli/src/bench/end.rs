@@ -7,6 +7,7 @@ use posthorse_core::{Access, Error};
 use posthorse_engine::{RegisteredMemory, TransferEngine};
 use posthorse_memory::MemoryOptions;
 
+use crate::outcome::note;
 use crate::stage;
 
 /// An engine with one region, all of which is one buffer.
@@ -25,7 +26,7 @@ impl End {
             .map_err(|_| Error::invalid_argument("memory", bytes, "what this host can address"))?;
         let memory = MemoryOptions::new(size).shared(true).allocate()?;
         for notice in memory.notices() {
-            eprintln!("note: {notice}");
+            note(format_args!("note: {notice}"));
         }
         let pool = Pool::new(memory, &PoolConfig::default())?;
         // SAFETY: the bytes are looked at by `End::bytes` alone, which is not called while something is under way.

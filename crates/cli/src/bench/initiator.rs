@@ -17,7 +17,7 @@ use super::limits::{Areas, Limit, MemoryLimit, StreamLimit};
 use super::meter::{Latencies, Meter, Round, Span};
 use super::row::{Cell, Row, RowFile, progress, render};
 use super::target::{Answer, Ask, Connection, strange};
-use crate::outcome::{Failure, Outcome, print};
+use crate::outcome::{Failure, Outcome, note, print};
 use crate::pattern;
 use crate::stage::cpu_seconds;
 
@@ -50,11 +50,11 @@ pub(crate) fn measure(suite: &'static str, address: SocketAddr, grid: &Grid) -> 
                 match cell {
                     Ok(cell) => {
                         let row = initiator.measure(transport, op, &cell, grid.duration)?;
-                        eprintln!("{}", progress(&row));
+                        note(progress(&row));
                         file.write(&row)?;
                         rows.push(row);
                     }
-                    Err(why) => eprintln!("{why}"),
+                    Err(why) => note(why),
                 }
             }
         }
@@ -105,7 +105,7 @@ impl Initiator {
                     if named {
                         return Err(Failure::Unavailable(reason));
                     }
-                    eprintln!("left out: {reason}");
+                    note(format_args!("left out: {reason}"));
                     reasons.push(reason);
                 }
             }

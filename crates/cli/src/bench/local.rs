@@ -9,6 +9,7 @@ use super::initiator;
 use super::target::Announcement;
 use crate::child::Peer;
 use crate::outcome::Outcome;
+use crate::stage::check_room;
 use crate::units::parse_positive_size;
 
 /// The arguments of `bench local`.
@@ -23,6 +24,9 @@ pub(crate) struct LocalArgs {
 
 /// Runs the command.
 pub(crate) fn run(args: &LocalArgs) -> Outcome {
+    if let Some(memory) = args.memory {
+        check_room("--memory", memory, 2)?;
+    }
     let memory = args.memory.unwrap_or_else(default_memory).to_string();
     let arguments = ["bench", "target", "--listen", "127.0.0.1:0", "--announce", "--memory", &memory];
     let mut target = Peer::spawn("target", &arguments)?;

@@ -13,7 +13,7 @@ use super::target::{Announcement, Connection};
 use super::{SPIN, grid};
 use crate::child::Peer;
 use crate::demo::{Choice, Mode, Pair, Payload};
-use crate::outcome::{Failure, Outcome, print};
+use crate::outcome::{Failure, Outcome, note, print};
 use crate::units::{parse_duration, parse_positive_size};
 
 /// The arguments of `bench omni`.
@@ -50,7 +50,7 @@ pub(crate) fn run(args: &OmniArgs) -> Outcome {
             match bench(transport, payload, args.duration, &mut file) {
                 Ok(measured) => rows.extend(measured),
                 Err(Failure::Unavailable(why)) if !named => {
-                    eprintln!("left out: {why}");
+                    note(format_args!("left out: {why}"));
                     break;
                 }
                 Err(failure) => return Err(failure),
@@ -80,7 +80,7 @@ fn bench(
     let mut rows = Vec::new();
     for mode in Mode::over(transport.name()) {
         let row = measure(&mut pair, mode, payload, transport, duration, &mut limit)?;
-        eprintln!("{}", progress(&row));
+        note(progress(&row));
         file.write(&row)?;
         rows.push(row);
     }

@@ -16,8 +16,8 @@ use serde::{Deserialize, Serialize};
 use super::end::End;
 use super::grid::default_memory;
 use super::limits;
-use crate::outcome::{Failure, Outcome, print};
-use crate::stage::cpu_seconds;
+use crate::outcome::{Failure, Outcome, note, print};
+use crate::stage::{check_room, cpu_seconds};
 use crate::units::{self, parse_positive_size};
 use crate::{channel, pattern};
 
@@ -78,6 +78,9 @@ pub(crate) struct Announcement {
 
 /// Runs the command until it is ended.
 pub(crate) fn run(args: &TargetArgs) -> Outcome {
+    if let Some(memory) = args.memory {
+        check_room("--memory", memory, 1)?;
+    }
     let listener = TcpListener::bind(args.listen)
         .map_err(|error| Failure::Failed(format!("--listen {}: {error}", args.listen)))?;
     let address = listener.local_addr().map_err(Failure::io("ask for the own address"))?;
@@ -94,13 +97,13 @@ pub(crate) fn run(args: &TargetArgs) -> Outcome {
         let (stream, from) = listener.accept().map_err(Failure::io("accept a connection"))?;
         if connections.fetch_add(1, Ordering::Relaxed) >= MAX_CONNECTIONS {
             connections.fetch_sub(1, Ordering::Relaxed);
-            eprintln!("refused {from}: {MAX_CONNECTIONS} connections are served already");
+            note(format_args!("refused {from}: {MAX_CONNECTIONS} connections are served already"));
             continue;
         }
         let (end, connections) = (Arc::clone(&end), Arc::clone(&connections));
         thread::spawn(move || {
             if let Err(error) = serve(stream, &end) {
-                eprintln!("{from}: {error}");
+                note(format_args!("{from}: {error}"));
             }
             connections.fetch_sub(1, Ordering::Relaxed);
         });

@@ -5,13 +5,13 @@ use std::time::{Duration, Instant};
 use clap::ValueEnum;
 use posthorse_core::{Deadline, Error, ErrorKind};
 use posthorse_omni::config::Role;
-use posthorse_omni::{Connector, ConnectorConfig, Edge, PutOptions, TensorSet};
+use posthorse_omni::{Connector, ConnectorConfig, Edge, PutOptions};
 use serde::{Deserialize, Serialize};
 
 use super::consumer::{Got, Order, Reply, Setup};
 use super::payload::{Payload, sha256};
 use crate::child::Peer;
-use crate::outcome::{Failure, Outcome};
+use crate::outcome::{Failure, Outcome, note};
 use crate::stage::{self, cpu_seconds};
 
 /// The stages of the demo's one edge.
@@ -163,7 +163,7 @@ impl Pair {
             .get(mode, key, verify)?
             .map_err(|(_, why)| Failure::Failed(format!("{}, transfer {key}: {why}", mode.name())))?;
         if let Some(complaint) = &got.complaint {
-            eprintln!("{}, transfer {key}: {complaint}", mode.name());
+            note(format_args!("{}, transfer {key}: {complaint}", mode.name()));
         }
         let verified = got.complaint.is_none()
             && got.bytes == payload.bytes().len() as u64
@@ -186,10 +186,7 @@ impl Pair {
         match (filled, mode) {
             (Some(buffer), _) => producer.put(edge, key, buffer, options)?,
             (None, Mode::Object) => {
-                let mut set = TensorSet::new();
-                for (info, bytes) in payload.parts() {
-                    set.push_shared(&info.name, info.dtype, &info.shape, bytes)?;
-                }
+                let set = payload.set()?;
                 producer.put(edge, key, &set, options)?
             }
             (None, _) => producer.put(edge, key, payload.bytes(), options)?,

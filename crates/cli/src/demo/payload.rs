@@ -4,13 +4,15 @@ use std::fs;
 use std::path::Path;
 
 use bytes::Bytes;
-use posthorse_core::DType;
+use posthorse_core::{DType, Error};
+use posthorse_omni::TensorSet;
 use safetensors::SafeTensors;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use crate::outcome::{Failure, Outcome};
 use crate::pattern;
+use crate::stage::check_room;
 
 /// The KV cache of BAGEL-7B-MoT: layers, KV heads, and elements of a head.
 const LAYERS: u64 = 28;
@@ -18,6 +20,8 @@ const HEADS: u64 = 4;
 const HEAD_ELEMENTS: u64 = 128;
 /// Keys and values of one token in every layer, as bfloat16: 57,344 bytes.
 pub(crate) const TOKEN_BYTES: u64 = LAYERS * 2 * HEADS * HEAD_ELEMENTS * 2;
+/// How often a payload is in memory: here, and twice in the pool of each stage.
+const COPIES: u64 = 5;
 /// Tokens of the default payload: a prompt of 194,969,600 bytes.
 const DEFAULT_TOKENS: u64 = 3400;
 
@@ -44,6 +48,9 @@ impl Payload {
     /// A KV cache of as many whole tokens as `size` bytes hold, the default number without a size. Equal seeds
     /// give equal numbers. Errors call the size `argument`.
     pub(crate) fn kv_cache(argument: &str, size: Option<u64>, seed: u64) -> Outcome<Self> {
+        if let Some(size) = size {
+            check_room(argument, size, COPIES)?;
+        }
         let tokens = size.map_or(DEFAULT_TOKENS, |size| size / TOKEN_BYTES);
         if tokens == 0 {
             let size = size.unwrap_or_default();
@@ -60,20 +67,29 @@ impl Payload {
                 bytes: tokens * HEADS * HEAD_ELEMENTS * 2,
             })
             .collect();
-        let bytes = usize::try_from(tokens * TOKEN_BYTES).map_err(|_| {
-            Failure::Usage(format!("{argument}: {tokens} tokens are more than this host can address"))
-        })?;
-        let mut storage = vec![0; bytes];
+        let bytes = (tokens * TOKEN_BYTES) as usize;
+        let mut storage = Vec::new();
+        storage
+            .try_reserve_exact(bytes)
+            .map_err(|error| Failure::Usage(format!("{argument}, {bytes} bytes: {error}")))?;
+        storage.resize(bytes, 0);
         pattern::fill(seed, &mut storage);
         Ok(Self { tensors, storage: storage.into(), start: 0 })
     }
 
     /// The tensors of a safetensors file, in the order of their data.
     pub(crate) fn read(path: &Path) -> Outcome<Self> {
-        let name = path.display();
-        let storage = fs::read(path).map_err(|error| Failure::Usage(format!("--input {name}: {error}")))?;
+        let argument = format!("--input {}", path.display());
+        let refused = |error| Failure::Usage(format!("{argument}: {error}"));
         let strange =
-            |why: String| Failure::Usage(format!("--input {name}: {why}; accepted: a safetensors file"));
+            |why: String| Failure::Usage(format!("{argument}: {why}; accepted: a safetensors file"));
+        let found = fs::metadata(path).map_err(refused)?;
+        // A pipe would be waited for, and a device read without end.
+        if !found.is_file() {
+            return Err(strange("it is no regular file".to_owned()));
+        }
+        check_room(&argument, found.len(), COPIES)?;
+        let storage = fs::read(path).map_err(refused)?;
         let (header, metadata) =
             SafeTensors::read_metadata(&storage).map_err(|error| strange(error.to_string()))?;
         let mut entries: Vec<_> = metadata.tensors().into_iter().collect();
@@ -97,7 +113,20 @@ impl Payload {
         if payload.bytes().is_empty() {
             return Err(strange("it holds no data".to_owned()));
         }
+        payload
+            .set()
+            .and_then(|set| set.layout())
+            .map_err(|error| Failure::Usage(format!("{argument}: {error}")))?;
         Ok(payload)
+    }
+
+    /// The tensors as they are put by name.
+    pub(crate) fn set(&self) -> Result<TensorSet<'_>, Error> {
+        let mut set = TensorSet::new();
+        for (info, bytes) in self.parts() {
+            set.push_shared(&info.name, info.dtype, &info.shape, bytes)?;
+        }
+        Ok(set)
     }
 
     /// All bytes, in the order of the tensors.
@@ -151,6 +180,15 @@ mod tests {
     }
 
     #[test]
+    fn a_size_that_memory_cannot_hold_is_refused() {
+        for size in [100 << 40, u64::MAX] {
+            let error = Payload::kv_cache("--size", Some(size), 1).unwrap_err();
+            let accepted = format!("--size is {size} bytes; accepted: up to ");
+            assert!(matches!(&error, Failure::Usage(why) if why.starts_with(&accepted)), "{error:?}");
+        }
+    }
+
+    #[test]
     fn numbers_differ_between_runs_and_not_within_one() {
         let digest = |seed| sha256([Payload::kv_cache("--size", Some(TOKEN_BYTES), seed).unwrap().bytes()]);
         assert_eq!(digest(1), digest(1));
@@ -184,6 +222,35 @@ mod tests {
         fs::write(&path, b"not this").unwrap();
         let error = Payload::read(&path).unwrap_err();
         assert!(matches!(&error, Failure::Usage(why) if why.contains("a safetensors file")), "{error:?}");
+    }
+
+    #[test]
+    fn a_tensor_that_cannot_be_put_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        for (name, shape, part) in [
+            ("deep".to_owned(), vec![1; 100], "100 dimensions"),
+            ("n".repeat(70_000), vec![1], "70000 bytes"),
+        ] {
+            let header = format!(r#"{{"{name}":{{"dtype":"U8","shape":{shape:?},"data_offsets":[0,1]}}}}"#);
+            fs::write(&path, [&(header.len() as u64).to_le_bytes(), header.as_bytes(), b"x"].concat())
+                .unwrap();
+            let error = Payload::read(&path).unwrap_err();
+            let name = &name[..name.len().min(100)];
+            assert!(
+                matches!(&error, Failure::Usage(why) if why.contains(name) && why.contains(part)),
+                "{error:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn what_is_no_regular_file_is_refused_unread() {
+        let error = Payload::read(Path::new("/dev/zero")).unwrap_err();
+        assert!(
+            matches!(&error, Failure::Usage(why) if why.contains("/dev/zero: it is no regular file")),
+            "{error:?}"
+        );
     }
 
     #[test]

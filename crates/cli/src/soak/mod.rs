@@ -16,7 +16,7 @@ use self::consumer::{Report, Setup};
 use self::plan::{Form, Plan, tensors};
 use crate::child::Peer;
 use crate::demo::Choice;
-use crate::outcome::{Failure, Outcome, print};
+use crate::outcome::{Failure, Outcome, note, print};
 use crate::units::{self, parse_duration, parse_positive_size};
 use crate::{pattern, stage};
 
@@ -71,8 +71,9 @@ pub(crate) fn run(args: &SoakArgs) -> Outcome {
             units::size(args.max_size)
         )));
     }
+    stage::check_room("--pool", args.pool, 2)?;
     let seed = args.seed.map_or_else(crate::random, Ok)?;
-    eprintln!("seed {seed}");
+    note(format_args!("seed {seed}"));
     let plan =
         Plan { seed, threads: args.threads, max_bytes: args.max_size, patience: Duration::from_secs(60) };
     let producer = stage::connector(Role::Sender, args.transport.name(), args.pool, config())?;

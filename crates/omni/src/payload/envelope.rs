@@ -11,6 +11,7 @@ use posthorse_core::{DType, Error, ErrorKind, Result};
 
 use super::manifest::{MAX_DIMENSIONS, MAX_TENSORS, TensorDesc, bytes_of, check};
 use super::msgpack::{Reader, STR_HEADERS, write_array, write_bin32, write_map, write_str, write_uint};
+use crate::message::printable;
 
 /// The alignment of each tensor's bytes in the payload, in bytes.
 pub const ALIGNMENT: u64 = 16;
@@ -139,8 +140,8 @@ impl TensorSpec<'_> {
         let Self { name, dtype, shape } = self;
         if name.len() > u16::MAX.into() || shape.len() > MAX_DIMENSIONS {
             return Err(Error::invalid_argument(
-                "a tensor",
-                format_args!("a name of {} bytes and {} dimensions", name.len(), shape.len()),
+                &format!("tensor {:?}", printable(name)),
+                format_args!("one with a name of {} bytes and {} dimensions", name.len(), shape.len()),
                 &format!("at most {} bytes and {MAX_DIMENSIONS} dimensions", u16::MAX),
             ));
         }
@@ -237,13 +238,13 @@ fn read_tensor(reader: &mut Reader<'_>, name: &str) -> Result<TensorDesc> {
                 data = Some(((reader.position() - len) as u64, len as u64));
             }
             other => {
-                let key = crate::message::printable(other);
+                let key = printable(other);
                 return Err(Error::new(ErrorKind::Malformed, format!("a tensor with the key {key:?}")));
             }
         }
     }
     let (true, Some(dtype), Some(shape), Some((offset, len))) = (marked, dtype, shape, data) else {
-        let name = crate::message::printable(name);
+        let name = printable(name);
         return Err(Error::new(ErrorKind::Malformed, format!("{name:?} is not a tensor")));
     };
     Ok(TensorDesc { name: name.to_owned(), dtype, shape, offset, len })
