@@ -133,6 +133,10 @@ impl EngineBuilder {
         for transport in transports {
             inner.install(transport)?;
         }
+        if let Some(missing) = inner.transports.missing() {
+            // It may be installed later.
+            tracing::warn!("{}", missing.message());
+        }
         inner.publish()?;
         Ok(engine)
     }

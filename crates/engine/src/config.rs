@@ -1,5 +1,6 @@
 //! How an engine is set up.
 
+use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::time::Duration;
 
@@ -92,13 +93,23 @@ fn part<T: Serialize + DeserializeOwned + Default>(
     environment: &Environment,
     part: &str,
     config: T,
-    check: impl FnOnce(&T) -> Result<()>,
+    check: impl Fn(&T) -> Result<()>,
 ) -> Result<T> {
     let read = |map: Map<String, Value>| {
         serde_json::from_value(Value::Object(map))
             .map_err(|error| Error::new(ErrorKind::InvalidConfig, error.to_string()))
     };
     environment.apply(part, config, read, |_| None, check)
+}
+
+/// The longest fingerprint, in bytes: peers refuse longer ones.
+pub const MAX_FINGERPRINT_BYTES: usize = 1024;
+
+/// Whether a text may be a host's name or address. It need not be known here: it may be meant for peers.
+pub fn is_host(text: &str) -> bool {
+    const LONGEST: usize = 255;
+    let in_names = |c: char| c.is_ascii_alphanumeric() || "-._:%[]".contains(c);
+    (1..=LONGEST).contains(&text.len()) && text.chars().all(in_names)
 }
 
 /// What [`EngineConfig::transport`] says.
@@ -109,6 +120,16 @@ pub(crate) enum Preference {
     Require(String),
 }
 
+impl fmt::Display for Preference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Prefer(name) => write!(f, "prefer:{name}"),
+            Self::Require(name) => write!(f, "require:{name}"),
+        }
+    }
+}
+
 impl EngineConfig {
     /// Checks every value.
     ///
@@ -116,6 +137,19 @@ impl EngineConfig {
     /// `InvalidConfig`, naming the key, the value and what is accepted.
     pub fn validate(&self) -> Result<()> {
         self.preference()?;
+        let fingerprint = self.fingerprint.as_ref().map_or(0, String::len);
+        if fingerprint > MAX_FINGERPRINT_BYTES {
+            let accepted = format!("text of up to {MAX_FINGERPRINT_BYTES} bytes");
+            return Err(Error::invalid_config(
+                "fingerprint",
+                format_args!("{fingerprint} bytes long"),
+                &accepted,
+            ));
+        }
+        if !self.advertise.is_empty() && !is_host(&self.advertise) {
+            let accepted = "a host name or address, or nothing to find a routable one";
+            return Err(Error::invalid_config("advertise", format_args!("{:?}", self.advertise), accepted));
+        }
         if self.max_attempts == 0 || self.max_attempts > 60 {
             return Err(Error::invalid_config("max_attempts", self.max_attempts, "1 to 60"));
         }
@@ -255,6 +289,20 @@ mod tests {
         assert_eq!(parsed, EngineConfig { spin_us: 0, ..EngineConfig::default() });
         let error = serde_json::from_str::<EngineConfig>(r#"{"spin_ms": 1}"#).unwrap_err().to_string();
         assert!(error.contains("spin_ms") && error.contains("spin_us"), "{error}");
+    }
+
+    #[test]
+    fn what_peers_would_not_take_is_refused() {
+        let refused = |config: EngineConfig| config.validate().unwrap_err().to_string();
+        let long = EngineConfig { fingerprint: Some("f".repeat(1025)), ..Default::default() };
+        assert!(refused(long).contains("fingerprint is 1025 bytes long; accepted: text of up to 1024 bytes"));
+        for advertise in ["bad host!\n", " ", "tcp://10.0.0.1", &"h".repeat(256)] {
+            let error = refused(EngineConfig { advertise: advertise.to_owned(), ..Default::default() });
+            assert!(error.contains(&format!("advertise is {advertise:?}; accepted: a host name")), "{error}");
+        }
+        for advertise in ["", "node-3.cluster", "10.0.0.1", "fe80::1%eth0", "[::1]"] {
+            EngineConfig { advertise: advertise.to_owned(), ..Default::default() }.validate().unwrap();
+        }
     }
 
     #[test]

@@ -91,7 +91,7 @@ impl Inner {
             self.check_open()?;
             match peer.choose(self.default_route(), |_, failed| failed < started) {
                 Decision::Use(path, _) => return Ok(path),
-                Decision::None => return Err(peer.no_path(self.default_route())),
+                Decision::None => return Err(self.no_path(peer, self.default_route())),
                 Decision::Connect(transport) => {
                     self.connect(peer, transport);
                     let settled = || !peer.is_connecting(transport) || peer.ended().is_some();
@@ -250,6 +250,14 @@ impl Inner {
     /// Whether requests try a transport again that could not be connected.
     pub(crate) fn worth_again(&self, error: &Error, failed: Instant) -> bool {
         error.retryable() && failed.elapsed() >= self.config.retry_after()
+    }
+
+    /// The error of a request that no transport can carry.
+    pub(crate) fn no_path(&self, peer: &Peer, route: Route) -> Error {
+        match self.transports.unreachable(route) {
+            Some(error) if peer.ended().is_none() => error.with_peer(peer.name.as_str()),
+            _ => peer.no_path(route),
+        }
     }
 
     /// The route of requests that leave it open.

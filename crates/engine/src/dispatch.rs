@@ -55,7 +55,7 @@ impl Inner {
                     peer.wait_for_path(run);
                     self.connect(peer, transport);
                 }
-                Decision::None => self.end_run(&run, &peer.no_path(route)),
+                Decision::None => self.end_run(&run, &self.no_path(peer, route)),
             }
             start = end;
         }

@@ -534,7 +534,7 @@ impl Inner {
                 notice.peer.wait_for_path(run());
                 self.connect(&notice.peer, transport);
             }
-            Decision::None => self.end_piece(submission, piece, Err(notice.peer.no_path(route))),
+            Decision::None => self.end_piece(submission, piece, Err(self.no_path(&notice.peer, route))),
         }
     }
 

@@ -49,7 +49,7 @@ impl Environment {
         config: T,
         read: impl Fn(Map<String, Value>) -> Result<T>,
         accepted: impl Fn(&str) -> Option<&'static str>,
-        check: impl FnOnce(&T) -> Result<()>,
+        check: impl Fn(&T) -> Result<()>,
     ) -> Result<T> {
         if self.0.is_empty() {
             return Ok(config);
@@ -60,15 +60,18 @@ impl Environment {
         for (key, default) in defaults {
             let variable = variable(part, &key);
             let Some(text) = self.0.get(&variable) else { continue };
-            let (values, kind) = meanings(text.to_str(), &default);
-            let value = values.into_iter().find(|value| {
+            let with = |value: Value| {
                 let mut with = map.clone();
-                with.insert(key.clone(), value.clone());
-                read(with).is_ok()
-            });
-            let Some(value) = value else {
-                let accepted = accepted(&key).unwrap_or(kind);
-                return Err(Error::invalid_config(&variable, format_args!("{text:?}"), accepted));
+                with.insert(key.clone(), value);
+                read(with)
+            };
+            let values = text.to_str().map_or_else(Vec::new, |text| meanings(text, &default));
+            let Some(value) = values.into_iter().find(|value| with(value.clone()).is_ok()) else {
+                let accepted = match accepted(&key) {
+                    Some(accepted) => accepted.to_owned(),
+                    None => in_words(&key, &default, with, &check),
+                };
+                return Err(Error::invalid_config(&variable, format_args!("{text:?}"), &accepted));
             };
             map.insert(key, value);
             applied.push(variable);
@@ -112,16 +115,9 @@ fn map_of(config: &impl Serialize) -> Result<Map<String, Value>> {
     }
 }
 
-/// What a text may mean for a key with this default, the likeliest first, and what such a key accepts in words.
-fn meanings(text: Option<&str>, default: &Value) -> (Vec<Value>, &'static str) {
-    let words = match default {
-        Value::Bool(_) => "true, false",
-        Value::Number(_) => "a number within the key's range",
-        Value::Array(_) => "values separated by commas",
-        Value::Null | Value::String(_) | Value::Object(_) => "text in UTF-8",
-    };
-    let Some(text) = text else { return (Vec::new(), words) };
-    let values = match default {
+/// What a text may mean for a key with this default, the likeliest first.
+fn meanings(text: &str, default: &Value) -> Vec<Value> {
+    match default {
         Value::Array(_) => {
             let items = text.split(',').map(str::trim).filter(|item| !item.is_empty());
             vec![Value::Array(items.map(Value::from).collect())]
@@ -131,8 +127,39 @@ fn meanings(text: Option<&str>, default: &Value) -> (Vec<Value>, &'static str) {
             let literal = serde_json::from_str(text).ok().filter(|value: &Value| !value.is_null());
             [Value::from(text)].into_iter().chain(literal).collect()
         }
+    }
+}
+
+/// What a key with this default accepts, in words. Neither type nor check says so by itself; asked with values at the
+/// ends of what a type may hold, they do.
+fn in_words<T>(
+    key: &str,
+    default: &Value,
+    with: impl Fn(Value) -> Result<T>,
+    check: impl Fn(&T) -> Result<()>,
+) -> String {
+    let takes = |value: Value| with(value).is_ok();
+    let words = match default {
+        Value::Bool(_) => "true, false",
+        Value::Array(_) if !takes(vec!["text"].into()) && takes(vec!["127.0.0.1"].into()) => {
+            "IP addresses separated by commas"
+        }
+        Value::Array(_) => "values separated by commas",
+        _ if takes("text".into()) => "text in UTF-8",
+        _ => {
+            let largest = [u64::MAX, u32::MAX.into(), u16::MAX.into(), u8::MAX.into()];
+            let Some(largest) = largest.into_iter().find(|number| takes((*number).into())) else {
+                return "another value".to_owned();
+            };
+            let refusal = |number: u64| {
+                let error = with(number.into()).and_then(|config| check(&config)).err()?;
+                let beginning = format!("{key} is {number}; accepted: ");
+                error.message().strip_prefix(&beginning).map(str::to_owned)
+            };
+            return refusal(largest).or_else(|| refusal(0)).unwrap_or_else(|| format!("0 to {largest}"));
+        }
     };
-    (values, words)
+    words.to_owned()
 }
 
 #[cfg(test)]
@@ -208,9 +235,19 @@ mod tests {
     #[test]
     fn a_bad_value_is_refused_with_the_variable_the_value_and_what_is_accepted() {
         for (name, value, parts) in [
-            ("POSTHORSE_ENGINE_SPIN_US", "fast", ["\"fast\"", "a number"]),
+            ("POSTHORSE_ENGINE_SPIN_US", "fast", ["\"fast\"", "accepted: 0 to"]),
             ("POSTHORSE_ENGINE_TRANSPORT", "tcp", ["\"tcp\"", "require:NAME"]),
-            ("POSTHORSE_HANDSHAKE_BIND", "here", ["\"here\"", "separated by commas"]),
+            ("POSTHORSE_ENGINE_MAX_ATTEMPTS", "-1", ["\"-1\"", "accepted: 1 to 60"]),
+            ("POSTHORSE_HANDSHAKE_BIND", "here", ["\"here\"", "accepted: IP addresses separated by commas"]),
+            ("POSTHORSE_HANDSHAKE_DEFAULT_PORT", "70000", ["\"70000\"", "accepted: 1 to 65535"]),
+            #[cfg(feature = "tcp")]
+            ("POSTHORSE_TCP_THREADS", "1e9", ["\"1e9\"", "accepted: 0 to 64"]),
+            #[cfg(feature = "tcp")]
+            ("POSTHORSE_TCP_PORT", "70000", ["\"70000\"", "accepted: 0 to 65535"]),
+            #[cfg(feature = "tcp")]
+            ("POSTHORSE_TCP_BIND", "xx", ["\"xx\"", "accepted: IP addresses separated by commas"]),
+            #[cfg(feature = "shm")]
+            ("POSTHORSE_SHM_LIVENESS_MS", "-1", ["\"-1\"", "accepted: 1 to 3600000"]),
             #[cfg(feature = "tcp")]
             ("POSTHORSE_TCP_LIVENESS_MS", "1", ["liveness_ms is 1", "60 to"]),
             #[cfg(feature = "shm")]

@@ -139,6 +139,29 @@ impl Transports {
         })
     }
 
+    /// Why requests that leave their route open get none, or not the one that was meant: the configuration names a
+    /// transport that is not installed.
+    pub(crate) fn missing(&self) -> Option<Error> {
+        let (Preference::Prefer(wanted) | Preference::Require(wanted)) = &self.preference else {
+            return None;
+        };
+        let names: Vec<String> = self.installed().into_iter().map(|slot| slot.name).collect();
+        if names.contains(wanted) {
+            return None;
+        }
+        let message = format!(
+            "transport is {}, which is not installed; installed: {}",
+            self.preference,
+            names.join(", ")
+        );
+        Some(Error::new(ErrorKind::NoPath, message))
+    }
+
+    /// As [`Transports::missing`], for a request that fails of it.
+    pub(crate) fn unreachable(&self, route: Route) -> Option<Error> {
+        if route == Route::Require(NOBODY) { self.missing() } else { None }
+    }
+
     /// The route of requests that leave it open.
     pub(crate) fn route(&self) -> Route {
         self.state.read().route

@@ -292,7 +292,10 @@ fn an_engine_that_requires_a_transport_reaches_nobody_by_another() {
     let config = EngineConfig { transport: "require:pigeon".to_owned(), ..EngineConfig::default() };
     let a = world.engine_by("a", world.hub.transport(), config);
     let _b = world.engine("b");
-    assert_eq!(a.open("b", soon()).unwrap_err().kind(), ErrorKind::NoPath);
+    let error = a.open("b", soon()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NoPath);
+    let expected = "transport is require:pigeon, which is not installed; installed: local, memory";
+    assert_eq!((error.message(), error.peer()), (expected, Some("b")));
 }
 
 #[test]
