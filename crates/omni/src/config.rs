@@ -9,8 +9,8 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use posthorse_core::{Checksum, Error, ErrorKind, Result};
-use posthorse_engine::EngineConfig;
 use posthorse_engine::environment::{self, Environment};
+use posthorse_engine::{EngineConfig, MAX_FINGERPRINT_BYTES, is_host};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -259,6 +259,29 @@ impl ConnectorConfig {
         if !self.buffer_ttl_seconds.is_finite() {
             return Err(Error::invalid_config("buffer_ttl_seconds", self.buffer_ttl_seconds, "seconds"));
         }
+        let fingerprint = self.fingerprint.as_ref().map_or(0, String::len);
+        if fingerprint > MAX_FINGERPRINT_BYTES {
+            let accepted = format!("text of up to {MAX_FINGERPRINT_BYTES} bytes");
+            return Err(Error::invalid_config(
+                "fingerprint",
+                format_args!("{fingerprint} bytes long"),
+                &accepted,
+            ));
+        }
+        let hosts = [
+            ("host", Some(&self.host), true),
+            // Peers are told it as it is.
+            ("advertise_host", self.advertise_host.as_ref(), false),
+            ("sender_host", self.sender_host.as_ref(), true),
+        ];
+        for (key, host, may_be_auto) in hosts {
+            let Some(host) = host else { continue };
+            let is_known = if is_auto(host) { may_be_auto } else { is_host(host) };
+            if !is_known {
+                let accepted = Self::accepted(key).unwrap_or_default();
+                return Err(Error::invalid_config(key, format_args!("{host:?}"), accepted));
+            }
+        }
         if self.sender_zmq_port == Some(0) {
             return Err(Error::invalid_config("sender_zmq_port", 0, "1 to 65535"));
         }
@@ -324,6 +347,25 @@ impl ConnectorConfig {
         Ok(())
     }
 
+    /// Checks that the transport which is preferred or required is one of an engine's.
+    ///
+    /// # Errors
+    /// `InvalidConfig`, naming those that there are.
+    pub(crate) fn check_carrier(&self, installed: &[&str]) -> Result<()> {
+        let carrier = self.carrier()?;
+        match &carrier {
+            TransportChoice::Prefer(name) | TransportChoice::Require(name)
+                if !installed.contains(&name.as_str()) =>
+            {
+                let key = if self.protocol == Protocol::Auto { "transport" } else { "protocol" };
+                let accepted =
+                    format!("auto, prefer:NAME, require:NAME, NAME one of {}", installed.join(", "));
+                Err(Error::invalid_config(key, &carrier, &accepted))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Which transport carries the bytes, as `transport` and `protocol` say together.
     fn carrier(&self) -> Result<TransportChoice> {
         let required = match self.protocol {
@@ -359,6 +401,20 @@ impl ConnectorConfig {
     /// The control address to bind; `None` binds all of this host, IPv6 and IPv4.
     pub fn bind_address(&self) -> Option<String> {
         (!is_auto(&self.host)).then(|| join(&self.host, self.zmq_port))
+    }
+
+    /// Names the key because of which the control address could not be bound: a port may be somebody else's, and is
+    /// named with its address already.
+    pub(crate) fn not_bound(&self, error: Error) -> Error {
+        // A name without an address comes without a number of the system.
+        let of_host = error.os_error().is_none_or(|number| {
+            std::io::Error::from_raw_os_error(number).kind() == std::io::ErrorKind::AddrNotAvailable
+        });
+        if !of_host || error.kind() != ErrorKind::Io {
+            return error;
+        }
+        let host = format!("{:?} ({})", self.host, error.message());
+        Error::invalid_config("host", host, "auto, or a name or an address that this host has")
     }
 
     /// How long a get waits that names no deadline.
@@ -457,6 +513,18 @@ mod tests {
             (json!({"liveness_ms": -1}), ["liveness_ms is -1", "milliseconds"]),
             (json!({"liveness_ms": 59}), ["liveness_ms is 59", "60 to 3600000"]),
             (json!({"sender_zmq_port": 0}), ["sender_zmq_port is 0", "1 to 65535"]),
+            (json!({"host": "a b"}), ["host is \"a b\"", "a host name or address, or auto"]),
+            (json!({"advertise_host": ""}), ["advertise_host is \"\"", "accepted: a host name or address"]),
+            (
+                json!({"advertise_host": "0.0.0.0"}),
+                ["advertise_host is \"0.0.0.0\"", "a host name or address"],
+            ),
+            (json!({"advertise_host": "bad host!\n"}), ["advertise_host is \"bad host!\\n\"", "a host name"]),
+            (json!({"sender_host": "tcp://10.0.0.1"}), ["sender_host is \"tcp://10.0.0.1\"", "a host name"]),
+            (
+                json!({"fingerprint": "f".repeat(1025)}),
+                ["fingerprint is 1025 bytes long", "up to 1024 bytes"],
+            ),
         ] {
             let error = read(value).unwrap_err();
             for part in parts {

@@ -438,3 +438,11 @@ fn a_consumer_that_vanishes_while_it_waits_is_forgotten() {
     sender.put(&edge(), "k", &b"x"[..], PutOptions::default()).unwrap();
     assert_eq!(sender.health().offers.claims, 0);
 }
+
+#[test]
+fn a_buffer_of_no_bytes_is_refused() {
+    let sender = build(config(Role::Sender));
+    let error = sender.alloc(0, soon()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    assert!(error.message().contains("0 bytes; accepted: at least one byte"), "{error}");
+}

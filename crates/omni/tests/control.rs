@@ -422,6 +422,24 @@ fn a_deadline_ends_an_exchange_and_a_dropped_one_is_given_up() {
 }
 
 #[test]
+fn a_deadline_that_ends_before_there_is_a_connection_says_so() {
+    let (plane, listener, service) =
+        serve(ControlLimits { max_connections_per_address: 1, ..Default::default() });
+    let (seen, seen_rx) = mpsc::channel();
+    *service.seen.lock().unwrap() = Some(seen);
+    let address = listener.local_address().to_string();
+    let dialer = plane.dialer();
+    let waits = dialer.request(&address, Request::Ping.encode().unwrap(), SOON.into());
+    seen_rx.recv_timeout(SOON).unwrap();
+    let error = dialer.request_blocking(&address, query("k"), Deadline::after(Duration::from_millis(50)));
+    let error = error.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::DeadlineExceeded);
+    assert!(error.message().contains(&format!("a connection to {address}, and none was made")), "{error}");
+    drop(waits);
+    plane.close(SOON.into()).unwrap();
+}
+
+#[test]
 fn closing_is_bounded_idempotent_and_ends_what_waits() {
     let (plane, listener, service) = serve(ControlLimits::default());
     let (seen, seen_rx) = mpsc::channel();

@@ -42,6 +42,43 @@ fn protocol_chooses_what_carries_the_bytes() {
 }
 
 #[test]
+fn a_transport_that_there_is_not_is_refused_with_those_that_there_are() {
+    for choice in ["require:foo", "prefer:foo"] {
+        let config = ConnectorConfig { transport: choice.parse().unwrap(), ..config(Role::Both) };
+        let error = Connector::builder().config(config).build().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidConfig);
+        for part in [format!("transport is {choice}"), "accepted: auto, ".to_owned(), "shm, tcp".to_owned()] {
+            assert!(error.message().contains(&part), "{part} is missing in {error}");
+        }
+    }
+}
+
+#[test]
+fn memory_pool_device_is_a_node_of_this_host() {
+    for device in ["cpu:99999999", "cpu:4095", "cpu:"] {
+        let config = ConnectorConfig { memory_pool_device: device.to_owned(), ..config(Role::Both) };
+        let error = Connector::builder().config(config).build().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidConfig);
+        for part in [&format!("memory_pool_device is {device:?}"), "a NUMA node of this host: cpu:0"] {
+            assert!(error.message().contains(part), "{part} is missing in {error}");
+        }
+    }
+}
+
+#[test]
+fn host_is_one_that_this_host_has() {
+    // An address for documentation, and a name that never has one.
+    for host in ["192.0.2.1", "nobody.invalid"] {
+        let config = ConnectorConfig { host: host.to_owned(), ..config(Role::Sender) };
+        let error = Connector::builder().config(config).build().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidConfig, "{error}");
+        for part in [&format!("host is {host:?}"), "accepted: auto, or a name or an address"] {
+            assert!(error.message().contains(part), "{part} is missing in {error}");
+        }
+    }
+}
+
+#[test]
 fn device_name_chooses_where_tcp_listens() {
     let published = |device: &str| {
         let config = ConnectorConfig { device_name: device.to_owned(), ..config(Role::Both) };

@@ -32,7 +32,7 @@ use posthorse_buffer::{Pool, PoolConfig, SlotGrant};
 use posthorse_core::{Deadline, Ending, Error, ErrorKind, LocalRange, Result};
 use posthorse_engine::environment::{CONNECTOR_PREFIX, Environment};
 use posthorse_engine::{Grant, RegisteredMemory, TransferEngine};
-use posthorse_memory::{CopyPool, MemoryOptions};
+use posthorse_memory::{CopyPool, MemoryOptions, numa_nodes};
 
 use crate::config::ConnectorConfig;
 use crate::control::{ControlPlane, Dialer, Listener, Responder};
@@ -208,13 +208,16 @@ impl ConnectorBuilder {
 
 fn own_engine(config: &ConnectorConfig) -> Result<TransferEngine> {
     let engine = TransferEngine::builder().config(config.engine_config()?).build();
-    engine.map_err(|error| match error.kind() {
+    let engine = engine.map_err(|error| match error.kind() {
         // It names the transport's key where the connector's is meant.
         ErrorKind::InvalidConfig if !config.device_name.is_empty() => {
             error.context(format_args!("device_name is {:?}", config.device_name))
         }
         _ => error,
-    })
+    })?;
+    let installed = engine.transports();
+    config.check_carrier(&installed.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>())?;
+    Ok(engine)
 }
 
 /// Where a pool may be asked for.
@@ -228,10 +231,15 @@ fn pool_memory(config: &ConnectorConfig) -> Result<MemoryOptions> {
     );
     match device.split_once(':') {
         None if device == "cpu" => Ok(options),
-        Some(("cpu", node)) => node
-            .parse()
-            .map(|node| options.node(node))
-            .map_err(|_| Error::invalid_config("memory_pool_device", format_args!("{device:?}"), DEVICES)),
+        Some(("cpu", node)) => {
+            let nodes = numa_nodes();
+            let known = node.parse().ok().filter(|node| nodes.contains(node));
+            known.map(|node| options.node(node)).ok_or_else(|| {
+                let nodes: Vec<_> = nodes.iter().map(|node| format!("cpu:{node}")).collect();
+                let accepted = format!("cpu, or a NUMA node of this host: {}", nodes.join(", "));
+                Error::invalid_config("memory_pool_device", format_args!("{device:?}"), &accepted)
+            })
+        }
         _ if device == "cuda" || device.starts_with("cuda:") => Err(Error::new(
             ErrorKind::Unsupported,
             format!("memory_pool_device is {device:?}: pools in device memory are not built in"),
@@ -257,7 +265,9 @@ impl Connector {
         if inner.config.role.sends() {
             let service = Arc::new(serve::Server { inner: Arc::downgrade(inner) });
             let listener = match inner.config.bind_address() {
-                Some(address) => inner.plane.listen(&address, service)?,
+                Some(address) => {
+                    inner.plane.listen(&address, service).map_err(|error| inner.config.not_bound(error))?
+                }
                 None => inner.plane.listen_everywhere(inner.config.zmq_port, service)?,
             };
             let port = listener.local_address().port();

@@ -96,9 +96,13 @@ impl Connector {
     /// A block of the pool, to be filled and offered without a copy.
     ///
     /// # Errors
-    /// `TooLarge` for more than the pool holds; `DeadlineExceeded` when no room comes; `Closed`.
+    /// `InvalidArgument` for no bytes, which cannot be offered; `TooLarge` for more than the pool holds;
+    /// `DeadlineExceeded` when no room comes; `Closed`.
     pub fn alloc(&self, len: u64, deadline: Deadline) -> Result<ManagedBuffer> {
         self.inner().check_open()?;
+        if len == 0 {
+            return Err(Error::invalid_argument("the length of a buffer", "0 bytes", "at least one byte"));
+        }
         self.inner().alloc(len, deadline)
     }
 

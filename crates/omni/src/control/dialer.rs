@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
@@ -152,8 +153,10 @@ async fn exchange(
     mut stay: Stay,
 ) -> Result<Vec<u8>> {
     let limits = &shared.plane.inner.limits;
+    let connected = AtomicBool::new(false);
     let work = async {
         let (mut link, permit) = shared.link(address).await?;
+        connected.store(true, Ordering::Relaxed);
         link.send(request, limits.send_timeout).await?;
         link.expect();
         let mut due = Instant::now() + limits.liveness / 3;
@@ -173,9 +176,13 @@ async fn exchange(
     let bounded = async {
         match deadline.instant() {
             None => work.await,
-            Some(at) => timeout_at(at.into(), work)
-                .await
-                .unwrap_or_else(|_| Err(Deadline::exceeded("the reply to a control request"))),
+            Some(at) => timeout_at(at.into(), work).await.unwrap_or_else(|_| {
+                Err(if connected.load(Ordering::Relaxed) {
+                    Deadline::exceeded("the reply to a control request")
+                } else {
+                    Deadline::exceeded(&format!("a connection to {address}, and none was made"))
+                })
+            }),
         }
     };
     tokio::select! {

@@ -201,6 +201,7 @@ async fn accept(
     let mut connections = JoinSet::new();
     let mut handshakes: VecDeque<(AbortHandle, Arc<AtomicBool>)> = VecDeque::new();
     let mut next = 0_u64;
+    let mut failing = false;
     loop {
         let accepted = tokio::select! {
             accepted = socket.accept() => accepted,
@@ -211,12 +212,18 @@ async fn accept(
         let (stream, address) = match accepted {
             Ok(accepted) => accepted,
             Err(error) => {
-                // Out of file descriptors, most likely: others have to end first.
-                tracing::warn!(%error, "accepting a control connection failed");
+                // Out of file descriptors, most likely: others have to end first. It is said once, not in every round.
+                if !failing {
+                    tracing::warn!(%error, "accepting control connections fails, and peers wait for it");
+                }
+                failing = true;
                 tokio::time::sleep(Duration::from_millis(20)).await;
                 continue;
             }
         };
+        if std::mem::take(&mut failing) {
+            tracing::warn!("control connections are accepted again");
+        }
         handshakes.retain(|(task, ready)| !task.is_finished() && !ready.load(Ordering::Relaxed));
         if handshakes.len() >= limits.max_handshakes
             && let Some((oldest, _)) = handshakes.pop_front()
