@@ -94,6 +94,11 @@ fn the_keys_of_the_engine_are_those_of_the_code() {
 }
 
 #[test]
+fn the_keys_of_the_handshake_are_those_of_the_code() {
+    assert_rows("tuning", "handshake keys", &keys_and_defaults(&EngineConfig::default().handshake));
+}
+
+#[test]
 fn the_keys_of_tcp_are_those_of_the_code() {
     assert_rows("tuning", "tcp keys", &keys_and_defaults(&TcpConfig::default()));
 }
