@@ -76,18 +76,18 @@ impl ManagedBuffer {
     /// The bytes.
     ///
     /// # Errors
-    /// `Unsupported` when the pool lies in a device's memory.
+    /// `Unsupported` when the pool lies in a device's memory; `Forked` in a child process.
     pub fn bytes(&self) -> Result<&[u8]> {
         let view = self.host()?;
-        // SAFETY: the pool holds the region, and this buffer the pool, so the memory is alive. The block is
-        // this buffer's alone (see the module), and `&self` keeps writers out.
+        // SAFETY: the pool holds the region, and this buffer the pool, so the memory is alive, and this process has it,
+        // as just checked. The block is this buffer's alone (see the module), and `&self` keeps writers out.
         Ok(unsafe { view.bytes() })
     }
 
     /// The bytes, to be written.
     ///
     /// # Errors
-    /// `Unsupported` when the pool lies in a device's memory.
+    /// `Unsupported` when the pool lies in a device's memory; `Forked` in a child process.
     pub fn bytes_mut(&mut self) -> Result<&mut [u8]> {
         let view = self.host()?;
         // SAFETY: as in `bytes`; `&mut self` keeps everybody else out, and pools take writable regions only.
@@ -97,7 +97,7 @@ impl ManagedBuffer {
     /// Fills the buffer with as many bytes.
     ///
     /// # Errors
-    /// `InvalidArgument` when their number is not the buffer's, `Unsupported` in a device's memory.
+    /// `InvalidArgument` when their number is not the buffer's; else as [`ManagedBuffer::bytes_mut`].
     pub fn copy_from_slice(&mut self, bytes: &[u8]) -> Result<()> {
         let own = self.bytes_mut()?;
         if own.len() != bytes.len() {
@@ -132,18 +132,20 @@ impl ManagedBuffer {
     }
 
     /// From now until [`ManagedBuffer::grant_filled`], the end of this buffer means fencing.
-    pub(crate) fn grant(&mut self, token: Option<GrantToken>) -> SlotGrant {
-        let grant = self.pool.next_grant(token);
+    pub(crate) fn grant(&mut self, token: Option<GrantToken>) -> Result<SlotGrant> {
+        let grant = self.pool.next_grant(token)?;
         self.on_drop = OnDrop::Fence(grant);
-        grant
+        Ok(grant)
     }
 
-    pub(crate) fn grant_filled(&mut self) {
+    pub(crate) fn grant_filled(&mut self) -> Result<()> {
+        self.pool.grant_filled()?;
         self.on_drop = OnDrop::Free;
-        self.pool.grant_filled();
+        Ok(())
     }
 
     fn host(&self) -> Result<HostView> {
+        self.pool.check_here()?;
         self.view.host().ok_or_else(|| {
             let location = self.pool.location();
             Error::new(ErrorKind::Unsupported, "the bytes of a buffer in device memory were asked for")

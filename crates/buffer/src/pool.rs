@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use posthorse_core::{Deadline, Error, ErrorKind, GrantToken, Location, Region, Result, View};
 
 use crate::allocator::{Block, DEFAULT_ALIGNMENT, OffsetAllocator};
@@ -56,6 +56,9 @@ pub struct FencingSlot {
 /// behind large ones, and large ones are not starved by small ones.
 ///
 /// The memory is given out as it is: what the last owner left in a block is still there.
+///
+/// In a child of `fork` that has not the region ([`Region::is_here`]), every request answers `Forked`, and so does
+/// every buffer that is asked for its bytes; there is nothing to see in the pool, and what is dropped goes nowhere.
 #[derive(Debug, Clone)]
 pub struct Pool {
     pub(crate) shared: Arc<Shared>,
@@ -156,9 +159,10 @@ impl Pool {
     /// # Errors
     /// `PoolFull` when there is no space, or when taking it would pass waiting requests that may not be passed
     /// any more; the message names the request, the free bytes and the largest free block. `InvalidArgument`
-    /// for zero bytes, `TooLarge` for more than the whole pool, `Closed` after [`Pool::close`].
+    /// for zero bytes, `TooLarge` for more than the whole pool, `Closed` after [`Pool::close`], `Forked` in a child
+    /// process.
     pub fn try_alloc(&self, len: u64) -> Result<ManagedBuffer> {
-        let mut state = self.shared.state.lock();
+        let mut state = self.shared.state()?;
         if let Some(block) = state.take_at_once(len)? {
             drop(state);
             return self.buffer(block);
@@ -176,16 +180,16 @@ impl Pool {
     /// # Errors
     /// `DeadlineExceeded`; `QueueFull` when too many requests wait already; `Closed` when the pool is closed
     /// before the turn comes; and at once `InvalidArgument` for zero bytes and `TooLarge` for more than the
-    /// whole pool.
+    /// whole pool; `Forked` in a child process.
     pub fn alloc(&self, len: u64, deadline: Deadline) -> Result<ManagedBuffer> {
-        let block = self.shared.state.lock().take_at_once(len)?;
+        let block = self.shared.state()?.take_at_once(len)?;
         if let Some(block) = block {
             return self.buffer(block);
         }
         if let Some(result) = block_on(&mut self.alloc_async(len), self.shared.spin, deadline) {
             return result;
         }
-        let mut state = self.shared.state.lock();
+        let mut state = self.shared.state()?;
         state.timed_out += 1;
         let now = state.allocator.full(len);
         drop(state);
@@ -208,17 +212,16 @@ impl Pool {
     /// Refuses all requests from now on, and ends those that wait, with `Closed`. Buffers that are out stay
     /// valid, and return as usual. Closing twice is closing once.
     pub fn close(&self) {
-        let wakers = {
-            let mut state = self.shared.state.lock();
-            state.closed = true;
-            state.queue.dismiss()
-        };
+        let Ok(mut state) = self.shared.state() else { return };
+        state.closed = true;
+        let wakers = state.queue.dismiss();
+        drop(state);
         wake(wakers);
     }
 
     /// What is out, what is left, and who waits.
     pub fn stats(&self) -> PoolStats {
-        let state = self.shared.state.lock();
+        let Ok(state) = self.shared.state() else { return PoolStats::default() };
         let fencing = state.fencing.values().map(|(block, ..)| state.allocator.span_of(block.len()));
         PoolStats {
             space: state.allocator.stats(),
@@ -233,7 +236,7 @@ impl Pool {
 
     /// The slots in fencing, the oldest grant first.
     pub fn fencing(&self) -> Vec<FencingSlot> {
-        let state = self.shared.state.lock();
+        let Ok(state) = self.shared.state() else { return Vec::new() };
         let shown = |(block, slot, since): &(Block, SlotState, Instant)| match *slot {
             SlotState::Fencing(grant) => {
                 Some(FencingSlot { grant, offset: block.offset(), len: block.len(), since: *since })
@@ -246,9 +249,9 @@ impl Pool {
     /// Says that nothing can be written any more under the grant of this generation, and frees its slot.
     ///
     /// # Errors
-    /// `BadFree` when no slot of that generation is in fencing.
+    /// `BadFree` when no slot of that generation is in fencing; `Forked` in a child process.
     pub fn fenced(&self, generation: u64) -> Result<()> {
-        let mut state = self.shared.state.lock();
+        let mut state = self.shared.state()?;
         let slot = state.fencing.get(&generation).map_or(SlotState::Free, |(_, slot, _)| *slot);
         slot.on(SlotEvent::Fenced { generation })?;
         let Some((block, ..)) = state.fencing.remove(&generation) else { return Ok(()) };
@@ -261,7 +264,7 @@ impl Pool {
     /// Says that no peer can write to this pool any more, as after the region was unregistered, and frees all
     /// slots in fencing. Returns how many there were.
     pub fn all_fenced(&self) -> usize {
-        let mut state = self.shared.state.lock();
+        let Ok(mut state) = self.shared.state() else { return 0 };
         let fencing = mem::take(&mut state.fencing);
         let count = fencing.len();
         let wakers: Vec<_> = fencing.into_values().flat_map(|(block, ..)| state.give_back(block)).collect();
@@ -273,7 +276,7 @@ impl Pool {
     /// Makes a buffer again out of what [`ManagedBuffer::into_block`] gave up.
     ///
     /// # Errors
-    /// `BadFree` when that block was never given up, or was reclaimed already.
+    /// `BadFree` when that block was never given up, or was reclaimed already; `Forked` in a child process.
     pub fn reclaim(&self, block: Block) -> Result<ManagedBuffer> {
         self.reclaim_if(block.offset(), |held| held == block, &block)
     }
@@ -282,7 +285,7 @@ impl Pool {
     /// allocations of the same range apart.
     ///
     /// # Errors
-    /// `BadFree` when no block was given up that starts at `offset` and has `len` bytes.
+    /// `BadFree` when no block was given up that starts at `offset` and has `len` bytes; `Forked` in a child process.
     pub fn reclaim_raw(&self, offset: u64, len: u64) -> Result<ManagedBuffer> {
         let what = format_args!("the range of {len} bytes at offset {offset}");
         self.reclaim_if(offset, |held| held.len() == len, &what)
@@ -294,13 +297,19 @@ impl Pool {
         is_it: impl FnOnce(Block) -> bool,
         what: &dyn std::fmt::Display,
     ) -> Result<ManagedBuffer> {
-        let mut state = self.shared.state.lock();
+        let mut state = self.shared.state()?;
         if !state.raw.get(&offset).is_some_and(|&held| is_it(held)) {
             return Err(Error::new(ErrorKind::BadFree, format!("{what} was not given up, or was reclaimed")));
         }
         let block = state.raw.remove(&offset);
         drop(state);
         block.map_or_else(|| Err(internal("a raw block vanished under the lock")), |block| self.buffer(block))
+    }
+
+    /// # Errors
+    /// `Forked` in a child process that has not the memory.
+    pub(crate) fn check_here(&self) -> Result<()> {
+        self.shared.check_here()
     }
 
     /// The buffer of a block that was just taken for it.
@@ -311,7 +320,7 @@ impl Pool {
 
     /// Joins the queue, or is served at once. `Err` when neither is possible.
     pub(crate) fn request(&self, len: u64, waker: Waker) -> Result<Request> {
-        let mut state = self.shared.state.lock();
+        let mut state = self.shared.state()?;
         if let Some(block) = state.take_at_once(len)? {
             return Ok(Request::Served(block));
         }
@@ -326,7 +335,7 @@ impl Pool {
 
     /// Looks whether the turn of `ticket` has come.
     pub(crate) fn look(&self, ticket: u64, mut waker: Waker) -> Result<Option<Block>> {
-        let look = self.shared.state.lock().queue.look(ticket, &mut waker);
+        let look = self.shared.state()?.queue.look(ticket, &mut waker);
         match look {
             Look::Served(block) => Ok(Some(block)),
             Look::Waiting => Ok(None),
@@ -336,7 +345,7 @@ impl Pool {
 
     /// Gives up the place in the queue, and passes on what was served for it.
     pub(crate) fn leave(&self, ticket: u64) {
-        let mut state = self.shared.state.lock();
+        let Ok(mut state) = self.shared.state() else { return };
         let (block, _waker) = state.queue.leave(ticket);
         let wakers = match block {
             Some(block) => state.give_back(block),
@@ -347,31 +356,36 @@ impl Pool {
     }
 
     pub(crate) fn give_back(&self, block: Block) {
-        let wakers = self.shared.state.lock().give_back(block);
+        let Ok(mut state) = self.shared.state() else { return };
+        let wakers = state.give_back(block);
+        drop(state);
         wake(wakers);
     }
 
     pub(crate) fn give_up(&self, block: Block) {
-        self.shared.state.lock().raw.insert(block.offset(), block);
+        if let Ok(mut state) = self.shared.state() {
+            state.raw.insert(block.offset(), block);
+        }
     }
 
-    pub(crate) fn next_grant(&self, token: Option<GrantToken>) -> SlotGrant {
-        let mut state = self.shared.state.lock();
+    pub(crate) fn next_grant(&self, token: Option<GrantToken>) -> Result<SlotGrant> {
+        let mut state = self.shared.state()?;
         let generation = state.next_grant;
         state.next_grant += 1;
         state.granted += 1;
-        SlotGrant { generation, token }
+        Ok(SlotGrant { generation, token })
     }
 
     /// A grant was used up: the peer writes no more.
-    pub(crate) fn grant_filled(&self) {
-        self.shared.state.lock().granted -= 1;
+    pub(crate) fn grant_filled(&self) -> Result<()> {
+        self.shared.state()?.granted -= 1;
+        Ok(())
     }
 
     /// A grant was withdrawn: the block waits for its fence.
     pub(crate) fn grant_withdrawn(&self, block: Block, grant: SlotGrant) {
         let now = Instant::now();
-        let mut state = self.shared.state.lock();
+        let Ok(mut state) = self.shared.state() else { return };
         state.granted -= 1;
         state.fencing.insert(grant.generation, (block, SlotState::Fencing(grant), now));
     }
@@ -385,6 +399,23 @@ impl PartialEq for Pool {
 }
 
 impl Eq for Pool {}
+
+impl Shared {
+    /// The only way to the state: in a forked child the lock may be held for ever, by a thread that is not there.
+    ///
+    /// # Errors
+    /// `Forked`.
+    fn state(&self) -> Result<MutexGuard<'_, State>> {
+        self.check_here()?;
+        Ok(self.state.lock())
+    }
+
+    /// # Errors
+    /// `Forked` in a child process that has not the region.
+    fn check_here(&self) -> Result<()> {
+        if self.region.is_here() { Ok(()) } else { Err(Error::forked()) }
+    }
+}
 
 impl Drop for Shared {
     fn drop(&mut self) {

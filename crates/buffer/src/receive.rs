@@ -62,11 +62,11 @@ impl ReceiveSlot {
     /// peer hears of the address.
     ///
     /// # Errors
-    /// `Busy` when it is granted already, `InvalidArgument` when it is filled.
+    /// `Busy` when it is granted already, `InvalidArgument` when it is filled, `Forked` in a child process.
     pub fn grant(&mut self, token: Option<GrantToken>) -> Result<SlotGrant> {
         // Asked of the state machine first, with what the grant is going to look like to it.
         self.state.on(SlotEvent::Grant(SlotGrant { generation: 0, token }))?;
-        let grant = self.buffer.grant(token);
+        let grant = self.buffer.grant(token)?;
         self.state = SlotState::Granted(grant);
         Ok(grant)
     }
@@ -75,10 +75,11 @@ impl ReceiveSlot {
     ///
     /// # Errors
     /// `AccessDenied` when the report names another generation or token, as a late one does: the slot stays
-    /// granted. `Expired` when it is not granted.
+    /// granted. `Expired` when it is not granted, `Forked` in a child process.
     pub fn fill(&mut self, grant: SlotGrant) -> Result<()> {
-        self.state = self.state.on(SlotEvent::Fill(grant))?;
-        self.buffer.grant_filled();
+        let filled = self.state.on(SlotEvent::Fill(grant))?;
+        self.buffer.grant_filled()?;
+        self.state = filled;
         Ok(())
     }
 

@@ -271,6 +271,11 @@ impl Error {
         this
     }
 
+    /// A call from a forked child to what belongs to its parent.
+    pub fn forked() -> Self {
+        Self::new(ErrorKind::Forked, "this belongs to the process that forked the one that calls it")
+    }
+
     /// Names the peer involved.
     #[must_use]
     pub fn with_peer(mut self, peer: impl Into<Box<str>>) -> Self {

@@ -237,10 +237,11 @@ pub struct SharedFile<'a> {
 ///
 /// # Safety
 /// While the value lives, [`Region::view`] returns the same range at each call, and that range is
-/// allocated and may be read (and, if [`Region::writable`], written) by transports of this process and,
-/// where granted, by peers. Safe code gets no Rust reference into the range, except shared ones where it is not
-/// [`Region::writable`]: whoever has the value may register it, and then have transfers go anywhere in it. Transfers
-/// that overlap copy raw bytes, like a device would, and leave there what one or the other wrote.
+/// allocated and may be read (and, if [`Region::writable`], written) by transports of this process (unless it is a
+/// forked child that has it not: [`Region::is_here`]) and, where granted, by peers. Safe code gets no Rust reference
+/// into the range, except shared ones where it is not [`Region::writable`]: whoever has the value may register it, and
+/// then have transfers go anywhere in it. Transfers that overlap copy raw bytes, like a device would, and leave there
+/// what one or the other wrote.
 pub unsafe trait Region: fmt::Debug + Send + Sync + 'static {
     /// The memory.
     fn view(&self) -> View;
@@ -252,6 +253,12 @@ pub unsafe trait Region: fmt::Debug + Send + Sync + 'static {
 
     /// Whether transfers may write to it.
     fn writable(&self) -> bool {
+        true
+    }
+
+    /// Whether this process has the memory: a child of `fork` has the value, and not always what its parent keeps from
+    /// it. Whoever looks through the view where this is false ends the child.
+    fn is_here(&self) -> bool {
         true
     }
 

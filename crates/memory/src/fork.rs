@@ -57,13 +57,7 @@ impl ForkGuard {
     /// # Errors
     /// `Forked` in a forked child.
     pub fn check(&self) -> Result<()> {
-        if self.is_forked() {
-            return Err(Error::new(
-                ErrorKind::Forked,
-                "this belongs to the process that forked the one that calls it",
-            ));
-        }
-        Ok(())
+        if self.is_forked() { Err(Error::forked()) } else { Ok(()) }
     }
 }
 

@@ -22,7 +22,7 @@ const TRANSPARENT_ADVICE: &str = "huge pages need Linux 6.1 or `echo advise > /s
 /// Memory of the host that this process allocated by [`MemoryOptions`]; it is unmapped on drop.
 ///
 /// A child of `fork` does not have the memory (`MADV_DONTFORK`): the parent is not disturbed, and a child that
-/// touches it ends with a segmentation fault.
+/// touches it ends with a segmentation fault. [`Region::is_here`] tells the two apart.
 #[derive(Debug)]
 pub struct HostMemory {
     mapping: Mapping,
@@ -135,6 +135,10 @@ unsafe impl Region for HostMemory {
 
     fn location(&self) -> Location {
         self.location
+    }
+
+    fn is_here(&self) -> bool {
+        self.mapping.is_here()
     }
 
     fn shared_file(&self) -> Option<SharedFile<'_>> {

@@ -74,6 +74,10 @@ unsafe impl Region for MappedFile {
     fn writable(&self) -> bool {
         self.writable
     }
+
+    fn is_here(&self) -> bool {
+        self.mapping.is_here()
+    }
 }
 
 /// Whether the file has no holes.

@@ -7,8 +7,8 @@ use std::ptr::{NonNull, null_mut};
 
 use posthorse_core::{Error, ErrorKind, Result};
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
-use rustix::process::{Pid, getpid};
 
+use crate::fork::ForkGuard;
 use crate::numa;
 
 /// What lies behind a mapping.
@@ -45,7 +45,7 @@ pub(crate) enum Advice {
 pub(crate) struct Mapping {
     base: NonNull<u8>,
     len: usize,
-    process: Pid,
+    fork: ForkGuard,
 }
 
 // SAFETY: a mapping belongs to the process and not to a thread; nothing here depends on which one uses it.
@@ -70,6 +70,7 @@ impl Mapping {
             Backing::File { offset, .. } => (offset % align as u64) as usize,
             Backing::Anonymous | Backing::HugeTlb => 0,
         };
+        let fork = ForkGuard::new()?;
         // SAFETY: the kernel chooses where; nothing existing is replaced.
         let start = unsafe {
             mmap_anonymous(null_mut(), span, ProtFlags::empty(), MapFlags::PRIVATE | MapFlags::NORESERVE)
@@ -77,7 +78,7 @@ impl Mapping {
         .map_err(refused)?;
         let start = NonNull::new(start.cast::<u8>())
             .ok_or_else(|| Error::new(ErrorKind::Internal, "the kernel mapped memory at address zero"))?;
-        let reservation = Self { base: start, len: span, process: getpid() };
+        let reservation = Self { base: start, len: span, fork };
 
         let gap = (phase.wrapping_sub(start.as_ptr().addr())) & (align - 1);
         // SAFETY: the gap is smaller than `align`, so it stays inside the reservation.
@@ -108,12 +109,11 @@ impl Mapping {
     }
 
     /// Gives back what lies around `base..base + len`, which is inside.
-    fn shrink_to(self, base: NonNull<u8>, len: usize) -> Self {
+    fn shrink_to(mut self, base: NonNull<u8>, len: usize) -> Self {
         let before = base.as_ptr().addr() - self.base.as_ptr().addr();
         let after = self.len - before - len;
-        let kept = Self { base, len, process: self.process };
-        let start = self.base;
-        std::mem::forget(self);
+        let start = std::mem::replace(&mut self.base, base);
+        self.len = len;
         if before > 0 {
             // SAFETY: this part is ours and no longer belongs to any `Mapping`.
             let _ = unsafe { munmap(start.as_ptr().cast(), before) };
@@ -122,7 +122,12 @@ impl Mapping {
             // SAFETY: as above; `base + len` is where the part after begins.
             let _ = unsafe { munmap(base.as_ptr().add(len).cast(), after) };
         }
-        kept
+        self
+    }
+
+    /// Whether this process has the range: a forked child has not.
+    pub(crate) fn is_here(&self) -> bool {
+        !self.fork.is_forked()
     }
 
     /// Where the range starts.
@@ -203,7 +208,7 @@ impl Mapping {
 impl Drop for Mapping {
     fn drop(&mut self) {
         // In a forked child the range is not mapped, or belongs to something else by now.
-        if self.process == getpid() {
+        if self.is_here() {
             // SAFETY: the range is ours alone; the owner of the `Mapping` has given up every view of it.
             let _ = unsafe { munmap(self.base.as_ptr().cast(), self.len) };
         }
