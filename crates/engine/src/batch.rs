@@ -280,6 +280,7 @@ impl Future for Done<'_> {
     type Output = Result<()>;
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        self.batch.engine.fork.check()?;
         let core = &self.batch.core;
         core.signal.poll(context, || core.is_ended()).map(|()| core.outcome())
     }

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use posthorse_core::{
-    Access, AtWork, Capabilities, ControlChannel, Deadline, Ending, Error, ErrorKind, GrantDesc, Hello,
-    Incarnation, Region, Result, SegmentDesc, SegmentId, Transport, TransportContext, TransportId,
+    Access, AtWork, Attributes, Capabilities, ControlChannel, Deadline, Ending, Error, ErrorKind, GrantDesc,
+    Hello, Incarnation, Region, Result, SegmentDesc, SegmentId, Transport, TransportContext, TransportId,
 };
 use posthorse_memory::ForkGuard;
 use posthorse_segment::{Directory, Registry};
@@ -100,7 +100,7 @@ impl TransferEngine {
         self.inner().incarnation
     }
 
-    /// What peers learn of this engine.
+    /// What peers learn of this engine. In a child process it knows of no memory and no transports.
     pub fn descriptor(&self) -> SegmentDesc {
         self.inner().descriptor()
     }
@@ -147,6 +147,7 @@ impl TransferEngine {
 
     /// Tells the directory of memory that was registered, if peers are to know of it.
     fn publish(&self, access: Access) -> Result<()> {
+        self.inner().fork.check()?;
         if access == Access::None { Ok(()) } else { self.inner().publish() }
     }
 
@@ -155,6 +156,7 @@ impl TransferEngine {
     /// # Safety
     /// As for [`LocalRange::new`](posthorse_core::LocalRange::new): an address says nothing of who refers to it.
     pub unsafe fn find(&self, address: u64, len: u64) -> Option<posthorse_core::LocalRange> {
+        self.inner().fork.check().ok()?;
         let (region, offset) = self.inner().registry.find(address, len)?;
         // SAFETY: the caller's promise.
         Some(unsafe { posthorse_core::LocalRange::new(region, offset) })
@@ -189,6 +191,9 @@ impl TransferEngine {
     /// Closes a segment: what is under way to it is called off, and its paths are given up.
     pub fn close(&self, segment: Segment) {
         let inner = self.inner();
+        if inner.fork.is_forked() {
+            return;
+        }
         if segment.id() != SegmentId::LOCAL && inner.peers.remove(segment.id()).is_some() {
             let error = Error::new(ErrorKind::Closed, "the segment was closed").with_peer(segment.name());
             inner.end_peer(&segment.peer, error);
@@ -222,14 +227,15 @@ impl TransferEngine {
 
     /// The messages of peers that have arrived.
     pub fn notifications(&self) -> Vec<Notification> {
-        self.inner().inbox.drain()
+        if self.inner().fork.is_forked() { Vec::new() } else { self.inner().inbox.drain() }
     }
 
     /// Waits for the next message of a peer.
     ///
     /// # Errors
-    /// `DeadlineExceeded`.
+    /// `DeadlineExceeded`; `Forked`.
     pub fn next_notification(&self, deadline: Deadline) -> Result<Notification> {
+        self.inner().fork.check()?;
         self.inner().inbox.next(self.inner().spin(), deadline)
     }
 
@@ -249,6 +255,7 @@ impl TransferEngine {
 
     /// The transport that requests without a route take to a peer now, and what it can do.
     pub fn best_transport(&self, segment: &Segment) -> Option<(String, Capabilities)> {
+        self.inner().fork.check().ok()?;
         match segment.peer.choose(self.inner().default_route(), |_, _| false) {
             Decision::Use(path, _) => Some((path.transport.name().to_owned(), path.transport.capabilities())),
             Decision::Connect(_) | Decision::None => None,
@@ -296,6 +303,7 @@ impl TransferEngine {
     /// # Errors
     /// `NotFound`, naming those that are installed.
     pub fn transport_id(&self, name: &str) -> Result<TransportId> {
+        self.inner().fork.check()?;
         self.inner().transports.find(name).map(|(id, _)| id)
     }
 
@@ -304,11 +312,15 @@ impl TransferEngine {
     /// # Errors
     /// `NotFound`, naming those that are installed.
     pub fn transport(&self, name: &str) -> Result<Arc<dyn Transport>> {
+        self.inner().fork.check()?;
         self.inner().transports.find(name).map(|(_, transport)| transport)
     }
 
     /// What the installed transports can do, by name, best first.
     pub fn transports(&self) -> Vec<(String, Capabilities)> {
+        if self.inner().fork.is_forked() {
+            return Vec::new();
+        }
         let installed = self.inner().transports.installed();
         installed.into_iter().map(|slot| (slot.name, slot.capabilities)).collect()
     }
@@ -316,12 +328,12 @@ impl TransferEngine {
     /// How much memory is held back since something may still touch it: grants and regions given up in the
     /// background that are not quiet yet.
     pub fn withheld(&self) -> usize {
-        self.inner().withheld.lock().len()
+        if self.inner().fork.is_forked() { 0 } else { self.inner().withheld.lock().len() }
     }
 
     /// Transfers that have not ended, in submissions.
     pub fn in_flight(&self) -> usize {
-        self.inner().table.len()
+        if self.inner().fork.is_forked() { 0 } else { self.inner().table.len() }
     }
 
     /// Ends everything: transfers are called off and fenced, transports stopped, the name withdrawn. Idempotent; never
@@ -418,20 +430,23 @@ impl Inner {
     }
 
     pub(crate) fn descriptor(&self) -> SegmentDesc {
-        let installed = self.transports.installed().into_iter();
-        let transports = installed
-            .filter(|slot| !slot.published.is_null())
-            .map(|slot| (slot.name, slot.published))
-            .collect();
-        let mut buffers = self.registry.published();
-        self.regions.fill_in(&mut buffers);
-        SegmentDesc {
+        let mut desc = SegmentDesc {
             name: self.name.to_string(),
             incarnation: Some(self.incarnation),
             hello: Some(self.hello.clone()),
-            transports,
-            buffers,
+            transports: Attributes::new(),
+            buffers: Vec::new(),
+        };
+        if !self.fork.is_forked() {
+            let installed = self.transports.installed().into_iter();
+            desc.transports = installed
+                .filter(|slot| !slot.published.is_null())
+                .map(|slot| (slot.name, slot.published))
+                .collect();
+            desc.buffers = self.registry.published();
+            self.regions.fill_in(&mut desc.buffers);
         }
+        desc
     }
 
     /// Tells the directory what peers are to know now. Of several threads that do so, the last to publish has seen
@@ -569,6 +584,15 @@ impl Inner {
 
     fn explain(&self, segment: &Segment) -> Explanation {
         let peer = &segment.peer;
+        if let Err(error) = self.fork.check() {
+            return Explanation {
+                peer: segment.name().to_owned(),
+                incarnation: segment.incarnation(),
+                ended: Some(error.to_string()),
+                chosen: None,
+                transports: Vec::new(),
+            };
+        }
         let mut transports = Vec::new();
         peer.for_each_reach(|name, how| {
             let (state, reason) = match how {

@@ -26,12 +26,18 @@ impl LeasedMemory {
     ///
     /// Whoever granted them promises not to write to them while they are lent. Peers on this host that can lend memory
     /// are processes of the same user, which could as well write to any other memory of this process.
-    pub fn bytes(&self) -> &[u8] {
-        match self.region.view().host() {
-            // SAFETY: the region is alive and mapped while it is held, and is lent for reading: its owner does not
-            // write to it until the lease has ended, which borrows outlive not.
+    ///
+    /// # Errors
+    /// `Forked` in a child process.
+    pub fn bytes(&self) -> Result<&[u8]> {
+        if !self.region.is_here() {
+            return Err(Error::forked());
+        }
+        Ok(match self.region.view().host() {
+            // SAFETY: the region is alive and mapped while it is held, in this process, as just checked, and is lent
+            // for reading: its owner does not write to it until the lease has ended, which borrows outlive not.
             Some(view) => unsafe { view.bytes() },
             None => &[],
-        }
+        })
     }
 }

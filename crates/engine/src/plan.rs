@@ -21,6 +21,7 @@ pub struct Plan {
 
 impl Plan {
     pub(crate) fn new(engine: &Inner, requests: &[TransferRequest]) -> Result<Self> {
+        engine.fork.check()?;
         let mut builder = Builder::new(engine, requests.len());
         for (index, request) in requests.iter().enumerate() {
             builder.add(request).map_err(|error| error.context(format_args!("request {index}")))?;

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use posthorse_core::{Access, Checksum, Deadline, ErrorKind, Opcode, Route, TransferRequest};
 use posthorse_engine::{EngineConfig, RegisteredMemory, Segment, SubmitOptions, TransferEngine};
 use posthorse_memory::{HostMemory, MemoryOptions};
-use posthorse_testkit::{memory, pattern, peer};
+use posthorse_testkit::{assert_in_forked_child, memory, pattern, peer};
 use serde::{Deserialize, Serialize};
 use support::{request, soon};
 
@@ -177,9 +177,49 @@ fn a_lease_reads_the_peers_memory_in_place() {
     let mut grant = registered.grant(4096, 8192, Access::Read, Some(reader.name())).unwrap();
     let segment = reader.open(owner.name(), soon()).unwrap();
     let lease = reader.lease(&segment, grant.desc()).unwrap();
-    assert_eq!(lease.bytes(), &pattern::bytes(3, 1 << 20)[4096..4096 + 8192]);
+    assert_eq!(lease.bytes().unwrap(), &pattern::bytes(3, 1 << 20)[4096..4096 + 8192]);
     let held = grant.revoke(Deadline::after(Duration::from_millis(50))).unwrap_err();
     assert_eq!(held.kind(), ErrorKind::DeadlineExceeded, "the reader still looks at it");
+    drop(lease);
+    grant.revoke(soon()).unwrap();
+}
+
+#[test]
+fn an_engine_and_what_it_lent_are_not_there_in_a_forked_child() {
+    let (owner, reader) = (engine(), engine());
+    let registered = owner.register(shared(1 << 20, 3) as _, Access::None).unwrap();
+    let mut grant = registered.grant(4096, 8192, Access::Read, Some(reader.name())).unwrap();
+    let segment = reader.open(owner.name(), soon()).unwrap();
+    let unfinished = reader.batch();
+    // Taken by the child, which drops it; the parent keeps its own.
+    let mut lease = Some(reader.lease(&segment, grant.desc()).unwrap());
+    let child = || {
+        fn forked<T>(outcome: posthorse_core::Result<T>) -> bool {
+            outcome.is_err_and(|error| error.kind() == ErrorKind::Forked)
+        }
+        let Some(lease) = lease.take() else { return false };
+        let mut well = forked(lease.bytes()) && forked(reader.lease(&segment, grant.desc()));
+        drop(lease);
+        well &= forked(reader.next_notification(Deadline::NEVER)) && reader.notifications().is_empty();
+        well &=
+            forked(reader.plan(&[])) && forked(reader.transport("shm")) && forked(reader.transport_id("shm"));
+        well &= forked(reader.register_many([], Access::Read)) && reader.transports().is_empty();
+        well &= reader.best_transport(&segment).is_none() && reader.explain(&segment).ended.is_some();
+        well &= reader.withheld() == 0 && reader.in_flight() == 0 && owner.descriptor().transports.is_empty();
+        // SAFETY: no range comes of it.
+        well &= unsafe { owner.find(registered.address(), 1) }.is_none();
+        let mut done = std::pin::pin!(unfinished.done());
+        let polled = done.as_mut().poll(&mut std::task::Context::from_waker(std::task::Waker::noop()));
+        well &= matches!(polled, std::task::Poll::Ready(Err(error)) if error.kind() == ErrorKind::Forked);
+        reader.close(segment.clone());
+        well
+    };
+    // SAFETY: the engines answer before they take any lock, which is what is tested.
+    unsafe { assert_in_forked_child(child) };
+    let lease = lease.unwrap();
+    assert_eq!(lease.bytes().unwrap(), &pattern::bytes(3, 1 << 20)[4096..4096 + 8192]);
+    let held = grant.revoke(Deadline::after(Duration::from_millis(50))).unwrap_err();
+    assert_eq!(held.kind(), ErrorKind::DeadlineExceeded, "the parent still looks at it");
     drop(lease);
     grant.revoke(soon()).unwrap();
 }

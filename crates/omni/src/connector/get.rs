@@ -415,8 +415,12 @@ impl Inner {
         self.tell(address, &closing(pull, outcome));
     }
 
-    /// Sends what needs no answer. A producer that does not hear it finds out by the lease.
+    /// Sends what needs no answer. A producer that does not hear it finds out by the lease. What a forked child drops is
+    /// still its parent's, and no producer is told.
     pub(super) fn tell(&self, address: &str, request: &Request) {
+        if self.is_forked() {
+            return;
+        }
         let deadline = Deadline::after(Duration::from_millis(self.config.liveness_ms));
         match request.encode() {
             Ok(bytes) => self.teller.tell(address, bytes, deadline, {

@@ -76,7 +76,7 @@ impl Counters {
 }
 
 impl Connector {
-    /// How the connector is doing.
+    /// How the connector is doing. In a child process it is not open and holds nothing.
     pub fn health(&self) -> Health {
         self.inner().health()
     }
@@ -85,6 +85,12 @@ impl Connector {
 impl Inner {
     pub(super) fn health(&self) -> Health {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let (pool, offers, streams, withheld) = if self.is_forked() {
+            (PoolStats::default(), OfferStats::default(), 0, 0)
+        } else {
+            let withheld = self.fencing.lock().len() + self.engine.withheld();
+            (self.pool.stats(), self.state.lock().offers.stats(), self.streams.len(), withheld)
+        };
         Health {
             open: self.check_open().is_ok(),
             puts: read(&self.counters.puts),
@@ -94,10 +100,10 @@ impl Inner {
             timeouts: read(&self.counters.timeouts),
             served: read(&self.counters.served),
             serve_errors: read(&self.counters.serve_errors),
-            pool: self.pool.stats(),
-            offers: self.state.lock().offers.stats(),
-            streams: self.streams.len(),
-            withheld: self.fencing.lock().len() + self.engine.withheld(),
+            pool,
+            offers,
+            streams,
+            withheld,
         }
     }
 }

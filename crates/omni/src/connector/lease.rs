@@ -5,6 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use posthorse_core::Result;
 use posthorse_engine::LeasedMemory;
 
 use super::Inner;
@@ -74,7 +75,9 @@ impl Renewal {
 
 impl Drop for Renewal {
     fn drop(&mut self) {
-        self.inner.renewals.lock().held.remove(&self.pull);
+        if !self.inner.is_forked() {
+            self.inner.renewals.lock().held.remove(&self.pull);
+        }
     }
 }
 
@@ -90,8 +93,10 @@ impl Lease {
         Self { memory: Some(memory), renewal }
     }
 
-    pub(super) fn bytes(&self) -> &[u8] {
-        self.memory.as_ref().map_or(&[], LeasedMemory::bytes)
+    /// # Errors
+    /// `Forked` in a child process.
+    pub(super) fn bytes(&self) -> Result<&[u8]> {
+        self.memory.as_ref().map_or(Ok(&[]), LeasedMemory::bytes)
     }
 }
 

@@ -56,6 +56,9 @@ use timer::Timer;
 use worker::Workers;
 
 /// A stage's end of its edges. Clones are handles of the same connector; the last one closes it.
+///
+/// In a child of `fork` every call answers `Forked`, also those of buffers, of what was got, and of streams; what is
+/// dropped there does nothing. A child builds a connector of its own.
 #[derive(Clone)]
 pub struct Connector {
     owner: Arc<Owner>,
@@ -280,7 +283,7 @@ impl Connector {
     /// The host and port under which consumers ask this connector.
     ///
     /// # Errors
-    /// `Unsupported` for a connector that only receives.
+    /// `Unsupported` for a connector that only receives; `Forked` in a child process.
     pub fn address(&self) -> Result<(String, u16)> {
         self.inner().advertised()
     }
@@ -292,7 +295,7 @@ impl Connector {
 
     /// Takes back every offer, ends every get and transfer, and gives the memory up. Idempotent, and whoever calls it
     /// again meanwhile waits until it is done; never hangs: what peers may still touch is kept alive until they cannot.
-    /// Every call after it answers `Closed`.
+    /// Every call after it answers `Closed`. Does nothing in a child process.
     pub fn close(&self) {
         self.owner.close();
     }
@@ -301,11 +304,18 @@ impl Connector {
 impl Drop for Owner {
     fn drop(&mut self) {
         self.close();
+        if self.inner.is_forked() {
+            // The threads are the parent's, and so are the sockets in the event queues that are shared with it.
+            std::mem::forget(Arc::clone(&self.inner));
+        }
     }
 }
 
 impl Owner {
     fn close(&self) {
+        if self.inner.is_forked() {
+            return;
+        }
         let Some(_duty) = self.ending.begin() else { return };
         let inner = &self.inner;
         inner.closed.store(true, Ordering::Release);
@@ -356,9 +366,16 @@ impl Owner {
 }
 
 impl Inner {
+    /// Whether this is a forked child: no thread of the connector is there, nor its memory, and locks may be held for
+    /// ever.
+    fn is_forked(&self) -> bool {
+        self.plane.is_forked()
+    }
+
     /// # Errors
-    /// `Closed`.
+    /// `Closed`; `Forked` in a child process.
     fn check_open(&self) -> Result<()> {
+        self.plane.check_here()?;
         if self.closed.load(Ordering::Acquire) { Err(get::closed()) } else { Ok(()) }
     }
 
@@ -381,6 +398,7 @@ impl Inner {
     }
 
     fn advertised(&self) -> Result<(String, u16)> {
+        self.plane.check_here()?;
         self.advertised.lock().clone().ok_or_else(|| {
             Error::new(ErrorKind::Unsupported, "this connector has role receiver, and listens to nobody")
         })

@@ -148,8 +148,9 @@ impl Connector {
     /// Lets an offer be served to `more` consumers than declared.
     ///
     /// # Errors
-    /// `NotFound` or `Expired` when it is offered no more.
+    /// `NotFound` or `Expired` when it is offered no more; `Closed`.
     pub fn retain(&self, edge: &Edge, key: &str, more: u32) -> Result<u32> {
+        self.inner().check_open()?;
         let key = edge.qualify(key)?;
         self.inner().with_offers(|offers, now, out| offers.retain(&key, more, now, out))
     }
@@ -157,8 +158,9 @@ impl Connector {
     /// Takes an offer back: consumers that have begun may finish, nobody else is served. Says whether there was one.
     ///
     /// # Errors
-    /// `InvalidArgument` for a key that cannot be one.
+    /// `InvalidArgument` for a key that cannot be one; `Closed`.
     pub fn cleanup(&self, edge: &Edge, key: &str) -> Result<bool> {
+        self.inner().check_open()?;
         let key = edge.qualify(key)?;
         Ok(self.inner().with_offers(|offers, now, out| offers.cleanup(&key, now, out)))
     }

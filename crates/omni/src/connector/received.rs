@@ -63,11 +63,11 @@ impl Received {
     /// The payload's bytes.
     ///
     /// # Errors
-    /// `Unsupported` for a pool that is not host memory.
+    /// `Unsupported` for a pool that is not host memory; `Forked` in a child process.
     pub fn bytes(&self) -> Result<&[u8]> {
         let bytes = match &self.memory {
             Memory::Own(buffer) => buffer.bytes()?,
-            Memory::Leased(lease) => lease.bytes(),
+            Memory::Leased(lease) => lease.bytes()?,
         };
         bytes.get(..self.len as usize).ok_or_else(|| {
             Error::new(
@@ -86,7 +86,7 @@ impl Received {
     /// A view of the tensor of this name.
     ///
     /// # Errors
-    /// `NotFound`, naming those there are.
+    /// `NotFound`, naming those there are; `Forked` in a child process.
     pub fn tensor(&self, name: &str) -> Result<Tensor<'_>> {
         let Some(desc) = self.manifest.tensors.iter().find(|desc| desc.name == name) else {
             let names: Vec<_> =
@@ -115,7 +115,8 @@ impl Received {
     /// The value, if one was put.
     ///
     /// # Errors
-    /// `TypeMismatch` for other kinds of payload; `Malformed` when the bytes are not of the type asked for.
+    /// `TypeMismatch` for other kinds of payload; `Malformed` when the bytes are not of the type asked for;
+    /// `Forked` in a child process.
     pub fn value<T: DeserializeOwned>(&self) -> Result<T> {
         match self.kind() {
             PayloadKind::Bytes => {

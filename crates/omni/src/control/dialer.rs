@@ -3,10 +3,11 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::future::Future;
+use std::mem;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
-use std::task::{Context, Poll, ready};
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use posthorse_core::{Deadline, Error, ErrorKind, Result};
@@ -17,7 +18,7 @@ use tokio::time::{Instant, sleep_until, timeout_at};
 
 use super::link::{Link, Pulse};
 use super::zmtp::SocketType;
-use super::{ControlPlane, Stay, closed, until};
+use super::{ControlPlane, Stay, Task, closed, until};
 
 /// Addresses with kept connections beyond which those without any in use are forgotten.
 const MAX_ADDRESSES: usize = 1024;
@@ -45,7 +46,7 @@ struct Address {
 #[derive(Debug)]
 #[must_use = "dropping an exchange gives it up"]
 pub struct Exchange {
-    task: Result<JoinHandle<Result<Vec<u8>>>, Option<Error>>,
+    task: Result<Task<Vec<u8>>, Option<Error>>,
 }
 
 impl Future for Exchange {
@@ -53,17 +54,8 @@ impl Future for Exchange {
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         match &mut self.task {
-            // The runtime ended under it.
-            Ok(task) => Poll::Ready(ready!(Pin::new(task).poll(context)).unwrap_or_else(|_| Err(closed()))),
+            Ok(task) => Pin::new(task).poll(context),
             Err(error) => Poll::Ready(Err(error.take().unwrap_or_else(closed))),
-        }
-    }
-}
-
-impl Drop for Exchange {
-    fn drop(&mut self) {
-        if let Ok(task) = &self.task {
-            task.abort();
         }
     }
 }
@@ -80,9 +72,10 @@ impl Dialer {
     /// Of the exchange, each with the address as its peer: `PeerUnreachable` when no connection can be made, at
     /// once where the system says so; `PeerGone` when the connection ends, or the peer is silent past the
     /// liveness time; `DeadlineExceeded`; `Malformed`, `TooLarge` or `PeerRefused` when what answers is not such
-    /// a socket; `Closed`. After any of them the connection is not used again.
+    /// a socket; `Closed`; `Forked`. After any of them the connection is not used again.
     pub fn request(&self, address: &str, request: Vec<u8>, deadline: Deadline) -> Exchange {
-        Exchange { task: self.spawn(address, request, deadline, |reply| reply).map_err(Some) }
+        let task = self.spawn(address, request, deadline, |reply| reply);
+        Exchange { task: task.map(|task| Task::new(&self.shared.plane.inner.fork, task)).map_err(Some) }
     }
 
     /// As [`Dialer::request`], and waits.
@@ -90,6 +83,7 @@ impl Dialer {
     /// # Errors
     /// As [`Dialer::request`]; `Busy` on the control plane's own thread, which must not wait for itself.
     pub fn request_blocking(&self, address: &str, request: Vec<u8>, deadline: Deadline) -> Result<Vec<u8>> {
+        self.shared.plane.check_here()?;
         if self.shared.plane.is_own_thread() {
             return Err(Error::new(ErrorKind::Busy, "a blocking request on the thread omni-control"));
         }
@@ -137,8 +131,20 @@ impl Dialer {
     }
 }
 
+impl Drop for Shared {
+    fn drop(&mut self) {
+        if self.plane.is_forked() {
+            // To close a connection here is to take it out of the event queue that is shared with the parent.
+            mem::forget(mem::take(self.addresses.get_mut().unwrap_or_else(PoisonError::into_inner)));
+        }
+    }
+}
+
 impl fmt::Debug for Dialer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.shared.plane.is_forked() {
+            return f.write_str("Dialer(of the parent process)");
+        }
         let addresses = self.shared.addresses();
         let idle: usize = addresses.values().map(|address| address.idle.len()).sum();
         write!(f, "Dialer({} addresses, {idle} idle connections)", addresses.len())

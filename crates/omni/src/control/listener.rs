@@ -2,12 +2,14 @@
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::mem;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use posthorse_core::{Error, ErrorKind, Result};
+use posthorse_memory::ForkGuard;
 use socket2::{Domain, Socket, Type};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, watch};
@@ -52,10 +54,12 @@ impl fmt::Display for Peer {
 pub struct Responder {
     dialect: Dialect,
     replies: Option<mpsc::UnboundedSender<Vec<u8>>>,
+    fork: Arc<ForkGuard>,
 }
 
 impl Responder {
-    /// Answers, from any thread, without waiting. A peer that is gone by now does not notice.
+    /// Answers, from any thread, without waiting. A peer that is gone by now does not notice. In a child process nothing
+    /// is sent.
     pub fn reply(mut self, reply: &Reply) {
         self.send(reply);
     }
@@ -77,6 +81,10 @@ impl Responder {
 
     fn send(&mut self, reply: &Reply) {
         let Some(replies) = self.replies.take() else { return };
+        if self.fork.is_forked() {
+            // The answer is the parent's to give; its task would be woken under locks that may be held for ever.
+            return mem::forget(replies);
+        }
         let bytes = reply
             .encode(self.dialect)
             .or_else(|error| Reply::refused(&error).encode(self.dialect))
@@ -98,6 +106,7 @@ impl Drop for Responder {
 pub struct Listener {
     address: SocketAddr,
     stop: watch::Sender<bool>,
+    fork: Arc<ForkGuard>,
 }
 
 impl Listener {
@@ -106,15 +115,22 @@ impl Listener {
         self.address
     }
 
-    /// Accepts no more and ends the connections; replies given before go out. Does not wait.
+    /// Accepts no more and ends the connections; replies given before go out. Does not wait. Does nothing in a child
+    /// process.
     pub fn close(&self) {
-        self.stop.send_replace(true);
+        if !self.fork.is_forked() {
+            self.stop.send_replace(true);
+        }
     }
 }
 
 impl Drop for Listener {
     fn drop(&mut self) {
         self.close();
+        if self.fork.is_forked() {
+            // It tells whoever waits for it, under locks that may be held for ever by a thread that is not there.
+            mem::forget(mem::replace(&mut self.stop, watch::Sender::new(true)));
+        }
     }
 }
 
@@ -180,14 +196,15 @@ fn serve_on(
         let _inside = plane.inner.handle.enter();
         TcpListener::from_std(socket).map_err(failed)?
     };
-    let server = Server { limits: plane.inner.limits.clone(), service };
+    let server = Server { limits: plane.inner.limits.clone(), service, fork: Arc::clone(&plane.inner.fork) };
     plane.inner.handle.spawn(accept(socket, Arc::new(server), stay, stopped));
-    Ok(Listener { address, stop })
+    Ok(Listener { address, stop, fork: Arc::clone(&plane.inner.fork) })
 }
 
 struct Server {
     limits: ControlLimits,
     service: Arc<dyn Service>,
+    fork: Arc<ForkGuard>,
 }
 
 async fn accept(
@@ -344,7 +361,8 @@ fn admit(
         }
         Ok(request) => {
             *outstanding += 1;
-            let responder = Responder { dialect: request.dialect(), replies: Some(replies.clone()) };
+            let (dialect, replies) = (request.dialect(), Some(replies.clone()));
+            let responder = Responder { dialect, replies, fork: Arc::clone(&server.fork) };
             server.service.handle(&peer, request, responder);
             return None;
         }

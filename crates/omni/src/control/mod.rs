@@ -17,26 +17,34 @@ mod dialer;
 mod limits;
 mod link;
 mod listener;
+mod task;
 pub(crate) mod zmtp;
 
 use std::fmt;
+use std::future::poll_fn;
+use std::mem;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::mpsc as std_mpsc;
 use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
 use posthorse_core::{AtWork, Deadline, Error, ErrorKind, Result};
+use posthorse_memory::ForkGuard;
 use tokio::runtime::{Builder, Handle};
 use tokio::sync::{mpsc, watch};
 
 pub use dialer::{Dialer, Exchange};
 pub use limits::ControlLimits;
 pub use listener::{Listener, Peer, Responder, Service};
+use task::Task;
 
 /// How long connections may take to flush their last replies when the control plane closes.
 const FLUSH: Duration = Duration::from_millis(500);
 
 /// The thread `omni-control` and its runtime, on which listeners and dialers run. Clones share it.
+///
+/// A child of `fork` has neither: there every call answers `Forked`, and what is dropped is left as it is.
 #[derive(Clone)]
 pub struct ControlPlane {
     inner: Arc<Inner>,
@@ -46,6 +54,7 @@ struct Inner {
     limits: ControlLimits,
     handle: Handle,
     thread: ThreadId,
+    fork: Arc<ForkGuard>,
     stop: watch::Sender<bool>,
     /// Held by every task; the last one to let go ends the flush at closing.
     alive: mpsc::WeakSender<()>,
@@ -59,6 +68,7 @@ impl ControlPlane {
     /// `Io` when the system gives no thread or event queue, `InvalidConfig` for limits out of range.
     pub fn start(limits: ControlLimits) -> Result<Self> {
         limits.check()?;
+        let fork = Arc::new(ForkGuard::new()?);
         let runtime = Builder::new_current_thread()
             .enable_all()
             // For names that have to be resolved, and for what awaited gets copy.
@@ -87,7 +97,7 @@ impl ControlPlane {
             .map_err(|e| Error::os("starting the thread omni-control", &e))?;
         let thread = thread.thread().id();
         let ended = std::sync::Mutex::new(ended);
-        Ok(Self { inner: Arc::new(Inner { limits, handle, thread, stop, alive: weak, ended }) })
+        Ok(Self { inner: Arc::new(Inner { limits, handle, thread, fork, stop, alive: weak, ended }) })
     }
 
     /// Binds `address` (`host:port`, port 0 for any) and serves it.
@@ -134,7 +144,6 @@ impl ControlPlane {
         future: impl Future<Output = T> + Send + 'static,
     ) -> Result<T> {
         let mut stay = self.enter()?;
-        let mut task = tokio::task::JoinSet::new();
         let bounded = async move {
             match deadline.instant() {
                 None => Ok(future.await),
@@ -149,28 +158,34 @@ impl ControlPlane {
                 () = until(&mut stay.stopped) => Err(closed()),
             }
         };
-        task.spawn_on(waiting, &self.inner.handle);
-        // The runtime ended under it, or it was asked twice: the same to whoever waits.
-        task.join_next().await.and_then(Result::ok).unwrap_or_else(|| Err(closed()))
+        Task::new(&self.inner.fork, self.inner.handle.spawn(waiting)).await
     }
 
     /// Does something that blocks on a thread kept for that.
     ///
     /// # Errors
-    /// `Closed`.
+    /// `Closed`; `Forked`.
     pub(crate) async fn run_blocking<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T> {
-        self.inner.handle.spawn_blocking(work).await.map_err(|_| closed())
+        self.check_here()?;
+        // Once begun it goes on, whether it is waited for or not.
+        let mut work = self.inner.handle.spawn_blocking(work);
+        let waiting = poll_fn(|context| {
+            self.check_here()?;
+            Pin::new(&mut work).poll(context).map_err(|_| closed())
+        });
+        waiting.await
     }
 
     /// Ends every listener, connection and exchange, and the thread. Replies given before go out, if their peers
     /// read them at once. Idempotent; from the control plane's own thread it does not wait.
     ///
     /// # Errors
-    /// `DeadlineExceeded` when the thread has not ended yet; it will by itself.
+    /// `DeadlineExceeded` when the thread has not ended yet; it will by itself. `Forked` in a child process.
     pub fn close(&self, deadline: Deadline) -> Result<()> {
+        self.check_here()?;
         self.inner.stop.send_replace(true);
         if self.is_own_thread() {
             return Ok(());
@@ -193,11 +208,23 @@ impl ControlPlane {
         thread::current().id() == self.inner.thread
     }
 
+    /// Whether this is a forked child, which has none of the threads.
+    pub(crate) fn is_forked(&self) -> bool {
+        self.inner.fork.is_forked()
+    }
+
+    /// # Errors
+    /// `Forked` in a child process.
+    pub(crate) fn check_here(&self) -> Result<()> {
+        self.inner.fork.check()
+    }
+
     /// What every task holds while it runs.
     ///
     /// # Errors
-    /// `Closed`.
+    /// `Closed`; `Forked`.
     fn enter(&self) -> Result<Stay> {
+        self.check_here()?;
         let stopped = self.inner.stop.subscribe();
         match self.inner.alive.upgrade() {
             Some(alive) if !*stopped.borrow() => Ok(Stay { _alive: alive, stopped }),
@@ -206,9 +233,23 @@ impl ControlPlane {
     }
 }
 
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if self.fork.is_forked() {
+            // It tells whoever waits for it, under locks that may be held for ever by a thread that is not there.
+            mem::forget(mem::replace(&mut self.stop, watch::Sender::new(true)));
+        }
+    }
+}
+
 impl fmt::Debug for ControlPlane {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "ControlPlane({})", if *self.inner.stop.borrow() { "closed" } else { "open" })
+        let state = match self.is_forked() {
+            true => "of the parent process",
+            false if *self.inner.stop.borrow() => "closed",
+            false => "open",
+        };
+        write!(f, "ControlPlane({state})")
     }
 }
 

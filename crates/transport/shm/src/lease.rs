@@ -15,10 +15,11 @@ use crate::slots::LeaseSlot;
 pub(crate) struct Lease {
     view: HostView,
     // Dropped in this order: the owner is told before the memory goes, which is the order that is safe.
-    _slot: LeaseSlot,
-    _region: Arc<RemoteRegion>,
+    /// There until the drop.
+    slot: Option<LeaseSlot>,
+    region: Arc<RemoteRegion>,
     /// Its socket keeps the owner's side of the slots alive.
-    _link: Arc<Link>,
+    link: Arc<Link>,
 }
 
 /// Maps what a grant covers, to be read.
@@ -32,7 +33,7 @@ pub(crate) fn lease(link: &Arc<Link>, grant: &GrantDesc) -> Result<Arc<dyn Regio
     terms.check(grant.address, grant.len, Access::Read)?;
     let region = link.await_region(MapRequest { region: terms.region, write: false })?;
     let view = region.view(grant.address, grant.len)?;
-    Ok(Arc::new(Lease { view, _slot: slot, _region: region, _link: Arc::clone(link) }))
+    Ok(Arc::new(Lease { view, slot: Some(slot), region, link: Arc::clone(link) }))
 }
 
 // SAFETY: the mapping stays where it is while the lease holds it, is readable throughout, and the file behind
@@ -48,6 +49,19 @@ unsafe impl Region for Lease {
 
     fn writable(&self) -> bool {
         false
+    }
+
+    fn is_here(&self) -> bool {
+        self.region.is_here()
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        if !self.is_here() {
+            // The slot and the link are the parent's: whatever is done to them here would harm it.
+            std::mem::forget((self.slot.take(), Arc::clone(&self.link)));
+        }
     }
 }
 

@@ -64,6 +64,14 @@ impl RemoteRegion {
         }
     }
 
+    /// Whether this process has it: a forked child has not.
+    pub(crate) fn is_here(&self) -> bool {
+        match &self.reach {
+            Reach::Mapped { map, .. } => map.is_here(),
+            Reach::Process(_) => true,
+        }
+    }
+
     /// Where a range of the owner's address space lies in this process.
     ///
     /// # Errors

@@ -244,7 +244,7 @@ impl StreamReceiver {
     /// # Errors
     /// `DeadlineExceeded`, after which it can be asked again. Otherwise the stream is over, and the same reason comes
     /// again: the producer's own, `Aborted` when it dropped the stream, `PeerGone` or `PeerUnreachable`, whatever a
-    /// chunk could not be got for, `Closed`.
+    /// chunk could not be got for, `Closed`. `Forked` in a child process.
     pub fn next(&mut self, deadline: Deadline) -> Result<Option<Received>> {
         block_on(self.next_async(deadline))
     }
@@ -255,6 +255,7 @@ impl StreamReceiver {
     /// As [`StreamReceiver::next`].
     pub async fn next_async(&mut self, deadline: Deadline) -> Result<Option<Received>> {
         loop {
+            self.inner.plane.check_here()?;
             if let Some(next) = self.incoming.take() {
                 return next;
             }
@@ -270,6 +271,9 @@ impl StreamReceiver {
     }
 
     fn stop(&self, reason: Error) {
+        if self.inner.is_forked() {
+            return;
+        }
         self.incoming.change(|machine| machine.abort(reason));
         let unread = std::mem::take(&mut self.incoming.state.lock().ready);
         drop(unread);

@@ -29,6 +29,7 @@ const END_BYTES: u64 = 8192;
 pub struct StreamSender {
     inner: Arc<Inner>,
     outgoing: Arc<Outgoing>,
+    sent: u64,
     end: Option<ManagedBuffer>,
 }
 
@@ -169,7 +170,7 @@ impl Connector {
         inner.streams.add(&outgoing, inner.config.max_streams as usize)?;
         // An earlier stream of this name has ended; its chunks are not this one's.
         inner.state.lock().offers.forget_endings(|key| outgoing.is_chunk(key));
-        Ok(StreamSender { inner: Arc::clone(inner), outgoing, end: Some(end) })
+        Ok(StreamSender { inner: Arc::clone(inner), outgoing, sent: 0, end: Some(end) })
     }
 }
 
@@ -194,6 +195,7 @@ impl StreamSender {
         stored.and_then(|stored| self.offer(number, stored)).inspect_err(|_| {
             self.outgoing.state.lock().machine.unsend();
         })?;
+        self.sent = number + 1;
         Ok(number)
     }
 
@@ -219,8 +221,8 @@ impl StreamSender {
     }
 
     /// How many chunks were sent.
-    pub fn sent(&self) -> u64 {
-        self.outgoing.state.lock().machine.sent()
+    pub const fn sent(&self) -> u64 {
+        self.sent
     }
 
     /// Ends the stream behind the last chunk, and returns how many there were. It waits for nobody: the consumer
@@ -242,6 +244,7 @@ impl StreamSender {
     }
 
     fn finish(&mut self, reason: Option<&Error>) -> Result<u64> {
+        self.inner.plane.check_here()?;
         let Some(mut buffer) = self.end.take() else {
             return Err(Error::new(ErrorKind::Closed, "the stream has ended"));
         };
@@ -278,7 +281,7 @@ fn encode_end(reason: Option<&Error>) -> Result<Vec<u8>> {
 
 impl Drop for StreamSender {
     fn drop(&mut self) {
-        if self.end.is_none() {
+        if self.end.is_none() || self.inner.is_forked() {
             return;
         }
         let reason = Error::new(ErrorKind::Aborted, "the producer dropped the stream before its end");
