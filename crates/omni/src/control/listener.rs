@@ -238,7 +238,7 @@ async fn accept(
                 continue;
             }
         };
-        if std::mem::take(&mut failing) {
+        if mem::take(&mut failing) {
             tracing::warn!("control connections are accepted again");
         }
         handshakes.retain(|(task, ready)| !task.is_finished() && !ready.load(Ordering::Relaxed));
