@@ -193,7 +193,8 @@ impl Pool {
         state.timed_out += 1;
         let now = state.allocator.full(len);
         drop(state);
-        Err(Deadline::exceeded("space in the pool").context(now.message()))
+        let error = Deadline::exceeded("space in the pool").context(now.message());
+        Err(error.with_advice("release buffers, wait with a later deadline, or make the pool larger"))
     }
 
     /// A buffer of `len` bytes, as a future.

@@ -30,8 +30,8 @@ pub enum Priority {
     Low,
 }
 
-/// How much of the bytes is compared at the far end before a transfer is called done.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+/// How much of the bytes is compared at the far end before a transfer is called done, from nothing to everything.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Checksum {
     /// Nothing.

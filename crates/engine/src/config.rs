@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::str::FromStr;
 use std::time::Duration;
 
 use posthorse_core::{Error, ErrorKind, Result};
@@ -120,6 +121,22 @@ pub(crate) enum Preference {
     Require(String),
 }
 
+impl FromStr for Preference {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text.split_once(':') {
+            None if text == "auto" => Ok(Self::Auto),
+            Some(("prefer", name)) if !name.is_empty() => Ok(Self::Prefer(name.to_owned())),
+            Some(("require", name)) if !name.is_empty() => Ok(Self::Require(name.to_owned())),
+            _ => {
+                let accepted = "auto, prefer:NAME, require:NAME";
+                Err(Error::invalid_config("transport", format_args!("{text:?}"), accepted))
+            }
+        }
+    }
+}
+
 impl fmt::Display for Preference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -230,20 +247,7 @@ impl EngineConfig {
     }
 
     pub(crate) fn preference(&self) -> Result<Preference> {
-        let named = |name: &str| (!name.is_empty()).then(|| name.to_owned());
-        let preference = match self.transport.split_once(':') {
-            None if self.transport == "auto" => Some(Preference::Auto),
-            Some(("prefer", name)) => named(name).map(Preference::Prefer),
-            Some(("require", name)) => named(name).map(Preference::Require),
-            _ => None,
-        };
-        preference.ok_or_else(|| {
-            Error::invalid_config(
-                "transport",
-                format_args!("{:?}", self.transport),
-                "auto, prefer:NAME, require:NAME",
-            )
-        })
+        self.transport.parse()
     }
 
     /// The host in this engine's name: as configured, else an address at which the handshake can be reached.

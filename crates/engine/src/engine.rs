@@ -7,7 +7,8 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use posthorse_core::{
     Access, AtWork, Attributes, Capabilities, ControlChannel, Deadline, Ending, Error, ErrorKind, GrantDesc,
-    Hello, Incarnation, Region, Result, SegmentDesc, SegmentId, Transport, TransportContext, TransportId,
+    Hello, Incarnation, Region, Result, Route, SegmentDesc, SegmentId, Transport, TransportContext,
+    TransportId,
 };
 use posthorse_memory::ForkGuard;
 use posthorse_segment::{Directory, Registry};
@@ -253,13 +254,37 @@ impl TransferEngine {
         self.inner().explain(segment)
     }
 
-    /// The transport that requests without a route take to a peer now, and what it can do.
-    pub fn best_transport(&self, segment: &Segment) -> Option<(String, Capabilities)> {
-        self.inner().fork.check().ok()?;
-        match segment.peer.choose(self.inner().default_route(), |_, _| false) {
-            Decision::Use(path, _) => Some((path.transport.name().to_owned(), path.transport.capabilities())),
-            Decision::Connect(_) | Decision::None => None,
-        }
+    /// The transport that requests of this route take to a peer now, or that they would have connected, and what it can
+    /// do.
+    pub fn best_transport(&self, segment: &Segment, route: Route) -> Option<(String, Capabilities)> {
+        let inner = self.inner();
+        inner.fork.check().ok()?;
+        let route = if route == Route::Auto { inner.default_route() } else { route };
+        let transport = match segment.peer.choose(route, |_, _| false) {
+            Decision::Use(path, _) => Arc::clone(&path.transport),
+            Decision::Connect(id) => {
+                inner.transports.installed().into_iter().find(|slot| slot.id == id)?.transport
+            }
+            Decision::None => return None,
+        };
+        Some((transport.name().to_owned(), transport.capabilities()))
+    }
+
+    /// Which transport this engine prefers or requires, in the words of [`EngineConfig::transport`](crate::EngineConfig),
+    /// for a peer that takes that into account.
+    pub fn transport_preference(&self) -> String {
+        self.inner().transports.preference().to_string()
+    }
+
+    /// The route that both this engine's configuration and a peer's allow, which `theirs` says in the words of
+    /// [`EngineConfig::transport`](crate::EngineConfig). What is required at either end goes before what is preferred.
+    ///
+    /// # Errors
+    /// `NoPath` when they exclude each other, or the peer requires what is not installed here; `Malformed` for what is no
+    /// preference.
+    pub fn route_with(&self, theirs: &str) -> Result<Route> {
+        self.inner().check_open()?;
+        self.inner().transports.route_with(theirs)
     }
 
     /// A peer's memory under a grant, to be read in place, where a path allows that. The peer cannot take it back

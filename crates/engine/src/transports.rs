@@ -162,6 +162,39 @@ impl Transports {
         if route == Route::Require(NOBODY) { self.missing() } else { None }
     }
 
+    /// The route of requests on which a peer has a say, by what it says of itself.
+    ///
+    /// # Errors
+    /// `NoPath` when the two exclude each other; `Malformed` for what is no preference.
+    pub(crate) fn route_with(&self, theirs: &str) -> Result<Route> {
+        let found = |name: &str| self.find(name).map(|(id, _)| id);
+        let cannot = |why: &str| {
+            let message = format!("transport is {} here and {theirs} at the peer: {why}", self.preference);
+            Error::new(ErrorKind::NoPath, message)
+        };
+        let parsed = theirs.parse().map_err(|error: Error| {
+            let message = format!("what the peer says of its transport: {}", error.message());
+            Error::new(ErrorKind::Malformed, message)
+        })?;
+        match (&self.preference, parsed) {
+            (Preference::Require(ours), Preference::Require(theirs)) if *ours != theirs => {
+                Err(cannot("no transport is both"))
+            }
+            (_, Preference::Require(name)) => {
+                found(&name).map(Route::Require).map_err(|error| cannot(error.message()))
+            }
+            (Preference::Auto, Preference::Prefer(name)) => {
+                Ok(found(&name).map_or(Route::Auto, Route::Prefer))
+            }
+            _ => Ok(Route::Auto),
+        }
+    }
+
+    /// What this engine prefers or requires, as [`EngineConfig::transport`](crate::EngineConfig) says it.
+    pub(crate) const fn preference(&self) -> &Preference {
+        &self.preference
+    }
+
     /// The route of requests that leave it open.
     pub(crate) fn route(&self) -> Route {
         self.state.read().route

@@ -219,10 +219,10 @@ fn a_better_transport_that_hangs_does_not_hold_up_what_another_carries() {
     write(&pair, Route::Auto).unwrap();
     there.recv().unwrap();
     write(&pair, Route::Auto).unwrap();
-    assert_eq!(pair.a.best_transport(&pair.to_b).unwrap().0, "memory");
+    assert_eq!(pair.a.best_transport(&pair.to_b, Route::Auto).unwrap().0, "memory");
     go.send(()).unwrap();
     until("the better transport is taken when it is there", || {
-        pair.a.best_transport(&pair.to_b).unwrap().0 == "better"
+        pair.a.best_transport(&pair.to_b, Route::Auto).unwrap().0 == "better"
     });
 }
 

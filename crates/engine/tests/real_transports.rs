@@ -204,7 +204,8 @@ fn an_engine_and_what_it_lent_are_not_there_in_a_forked_child() {
         well &=
             forked(reader.plan(&[])) && forked(reader.transport("shm")) && forked(reader.transport_id("shm"));
         well &= forked(reader.register_many([], Access::Read)) && reader.transports().is_empty();
-        well &= reader.best_transport(&segment).is_none() && reader.explain(&segment).ended.is_some();
+        well &= reader.best_transport(&segment, Route::Auto).is_none()
+            && reader.explain(&segment).ended.is_some();
         well &= reader.withheld() == 0 && reader.in_flight() == 0 && owner.descriptor().transports.is_empty();
         // SAFETY: no range comes of it.
         well &= unsafe { owner.find(registered.address(), 1) }.is_none();

@@ -193,7 +193,8 @@ config! {
     sender_zmq_port: Option<u16> = None, "1 to 65535";
     /// The protocol that carries the bytes, as the reference names it; rdma is not built in.
     protocol: Protocol = Protocol::Auto, "auto, tcp, shm, rdma";
-    /// Which transport carries the bytes.
+    /// Which transport carries the bytes. What either end requires holds; else what one prefers, the consumer before the
+    /// producer.
     transport: TransportChoice = TransportChoice::Auto, "auto, prefer:NAME, require:NAME";
     /// The network interfaces that TCP listens on, separated by commas; all by default.
     device_name: String = String::new(), "names separated by commas";

@@ -335,6 +335,51 @@ fn many_threads_put_and_get_and_the_pools_are_whole_at_the_end() {
     }
 }
 
+#[test]
+fn what_either_end_requires_of_the_transport_holds() {
+    let expected = [
+        ("auto", "auto", Ok("shm")),
+        ("require:tcp", "auto", Ok("tcp")),
+        ("prefer:tcp", "auto", Ok("tcp")),
+        ("auto", "require:tcp", Ok("tcp")),
+        ("prefer:tcp", "require:shm", Ok("shm")),
+        ("require:tcp", "prefer:shm", Ok("tcp")),
+        ("require:shm", "auto", Ok("shm")),
+        ("require:tcp", "require:shm", Err(ErrorKind::NoPath)),
+        ("require:shm", "require:tcp", Err(ErrorKind::NoPath)),
+    ];
+    for (producer, consumer, expected) in expected {
+        let pair = Pair::with(|config| {
+            let transport = if config.role == Role::Sender { producer } else { consumer };
+            config.transport = transport.parse().unwrap();
+        });
+        for lease in [false, true] {
+            pair.put("k", &pattern::bytes(1, 200_000));
+            let got = pair.receiver.get(&edge(), "k", GetOptions { lease, ..GetOptions::until(soon()) });
+            let ends = format!("{producer} {consumer} {lease} {got:?}");
+            match expected {
+                Ok(transport) => {
+                    let got = got.unwrap();
+                    assert_eq!(got.transport(), transport, "{ends}");
+                    assert_eq!(pattern::check(1, got.bytes().unwrap()), None);
+                }
+                Err(kind) => {
+                    let error = got.unwrap_err();
+                    assert_eq!(error.kind(), kind, "{error}");
+                    assert!(
+                        [producer, consumer].iter().all(|end| error.to_string().contains(end)),
+                        "{error}"
+                    );
+                }
+            }
+        }
+        pair.sender.cleanup(&edge(), "k").unwrap();
+        pair.assert_whole();
+        let served = if expected.is_ok() { 2 } else { 0 };
+        assert_eq!(pair.sender.health().served, served, "{producer} {consumer}");
+    }
+}
+
 /// A process that offers or gets as it is told.
 #[test]
 fn peer_stage() {

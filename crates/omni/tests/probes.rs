@@ -95,6 +95,7 @@ fn a_slot_smaller_than_the_payload_is_refused_and_nothing_is_written_outside_it(
                 grant: told,
                 deadline_ms: Some(5000),
                 checksum: Checksum::Off,
+                transport: None,
             }),
         });
         let reply = dialer.request_blocking(&address, request.encode().unwrap(), soon()).unwrap();

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use posthorse_buffer::{ManagedBuffer, ReceiveSlot};
 use posthorse_core::{
-    Access, Deadline, Error, ErrorKind, GrantDesc, Opcode, Priority, RemoteRange, Result, Route,
+    Access, Checksum, Deadline, Error, ErrorKind, GrantDesc, Opcode, Priority, RemoteRange, Result, Route,
     TransferRequest,
 };
 use posthorse_engine::{Grant, Segment, SubmitOptions};
@@ -144,7 +144,8 @@ impl Inner {
             return Err(Error::new(
                 ErrorKind::AccessDenied,
                 "this connector has role sender; get needs receiver or both",
-            ));
+            )
+            .with_advice("build the connector with another role"));
         }
         match source {
             Source::At(host, port) => Ok(control_address(host, port)),
@@ -203,8 +204,9 @@ impl Inner {
         let opened = offered.manifest.check(size).and_then(|()| {
             self.engine.open_life(&offered.segment, offered.incarnation, self.connect_deadline(get))
         });
-        let segment = opened.inspect_err(|_| self.give_up(get, want))?;
-        let transport = self.engine.best_transport(&segment);
+        let routed = opened.and_then(|segment| Ok((segment, self.route_with(offered.transport.as_deref())?)));
+        let (segment, route) = routed.inspect_err(|_| self.give_up(get, want))?;
+        let transport = self.engine.best_transport(&segment, route);
         let same_host = transport.as_ref().is_some_and(|(_, capabilities)| capabilities.same_host_only);
         let transport = transport.map_or_else(String::new, |(name, _)| name);
         self.remember(&get.address, same_host);
@@ -215,7 +217,9 @@ impl Inner {
                 let lease = Lease::new(region, renewal);
                 Ok(Received::leased(lease, size, offered.manifest.clone(), transport))
             }
-            (Want::Read, true, Some(grant)) => self.read(get, size, offered, grant, &segment, transport),
+            (Want::Read, true, Some(grant)) => {
+                self.read(get, size, offered, grant, (&segment, route), transport)
+            }
             (Want::Read, ..) => {
                 // Heard before the next query, which would find the place taken.
                 let close = closing(&get.pull, Outcome::Failed).encode()?;
@@ -225,6 +229,19 @@ impl Inner {
             (Want::Write, ..) => self.pull(get, size, offered, transport),
         };
         received.map(Some)
+    }
+
+    /// What a peer is told of the transport, if there is anything to tell.
+    pub(super) fn transport_preference(&self) -> Option<String> {
+        Some(self.engine.transport_preference()).filter(|preference| preference != "auto")
+    }
+
+    /// The route that both ends allow. An end that says nothing takes what there is.
+    ///
+    /// # Errors
+    /// As [`TransferEngine::route_with`](posthorse_engine::TransferEngine::route_with).
+    pub(super) fn route_with(&self, theirs: Option<&str>) -> Result<Route> {
+        theirs.map_or(Ok(Route::Auto), |theirs| self.engine.route_with(theirs))
     }
 
     pub(super) fn next_pull(&self) -> PullId {
@@ -291,10 +308,11 @@ impl Inner {
         size: u64,
         offered: &Offered,
         grant: &GrantDesc,
-        segment: &Segment,
+        from: (&Segment, Route),
         transport: String,
     ) -> Result<Received> {
-        let outcome = self.read_into_pool(get, size, grant, segment);
+        let checksum = self.config.checksum.max(offered.checksum);
+        let outcome = self.read_into_pool(get, size, grant, from, checksum);
         let done = if outcome.is_ok() { Outcome::Done } else { Outcome::Failed };
         self.close_read(&get.address, &get.pull, done);
         outcome.map(|buffer| Received::own(buffer, size, offered.manifest.clone(), transport))
@@ -305,7 +323,8 @@ impl Inner {
         get: &Get,
         size: u64,
         grant: &GrantDesc,
-        segment: &Segment,
+        (segment, route): (&Segment, Route),
+        checksum: Checksum,
     ) -> Result<ManagedBuffer> {
         let slot = self.alloc(size, get.deadline)?.into_slot();
         let request = TransferRequest {
@@ -314,11 +333,11 @@ impl Inner {
             remote: RemoteRange { segment: segment.id(), address: grant.address, token: Some(grant.token) },
             len: size,
             priority: Priority::Medium,
-            route: Route::Auto,
+            route,
             group: 0,
         };
         let mut batch = self.engine.batch();
-        batch.submit(&[request], SubmitOptions { deadline: get.deadline, checksum: self.config.checksum })?;
+        batch.submit(&[request], SubmitOptions { deadline: get.deadline, checksum })?;
         // The slot is not touched after this, whatever the outcome: the engine fences before it reports.
         batch.wait(Deadline::NEVER)?;
         slot.into_buffer()
@@ -390,6 +409,7 @@ impl Inner {
                 grant: grant.desc().clone(),
                 deadline_ms: left.map(|left| left.as_millis() as u64),
                 checksum: self.config.checksum,
+                transport: self.transport_preference(),
             }),
         });
         Ok((slot, grant, request.encode()?))

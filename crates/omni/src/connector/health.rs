@@ -23,7 +23,7 @@ pub struct Health {
     pub errors: u64,
     /// Gets whose deadline passed.
     pub timeouts: u64,
-    /// Pulls of consumers that were served.
+    /// Gets of consumers that were served: by a write, or by their own read.
     pub served: u64,
     /// Pulls of consumers that failed.
     pub serve_errors: u64,

@@ -195,7 +195,8 @@ impl Inner {
             return Err(Error::new(
                 ErrorKind::AccessDenied,
                 "this connector has role receiver; put needs sender or both",
-            ));
+            )
+            .with_advice("build the connector with another role"));
         }
         Ok(options
             .deadline

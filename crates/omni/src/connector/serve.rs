@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use posthorse_core::{
     Access, Deadline, Error, ErrorKind, Features, GrantDesc, Hello, Opcode, Priority, RemoteRange, Result,
-    Route, TransferRequest,
+    TransferRequest,
 };
 use posthorse_engine::{Batch, SubmitOptions};
 
@@ -147,8 +147,12 @@ impl Inner {
         if kept.is_some() {
             self.timer.arm(Instant::now() + RETRY);
         }
-        let left = self.with_state(|state, now| state.revoked(pull, kept, now));
+        let (ended, left) = self.with_state(|state, now| state.revoked(pull, kept, now));
         drop(left);
+        // A read that failed may be followed by a pull for the same payload, which is counted by its own end.
+        if ended == Some(Outcome::Done) {
+            self.counters.serve(true);
+        }
     }
 
     pub(super) fn hello(&self) -> Hello {
@@ -215,6 +219,7 @@ impl Inner {
             consumers_left: found.consumers_left,
             expires_ms: found.expires.map(|at| at.saturating_duration_since(now).as_millis() as u64),
             checksum: self.config.checksum,
+            transport: self.transport_preference(),
             liveness_ms: Some(self.config.liveness_ms),
         };
         responder.reply(&Reply::Offer {
@@ -297,7 +302,7 @@ impl Inner {
 
     /// Begins to write a payload into a consumer's slot.
     fn write(&self, id: &PullId, pull: &Pull, stored: &Stored) -> Result<Arc<Batch>> {
-        let PullExtra { consumer, incarnation, grant, deadline_ms, checksum, .. } = pull
+        let PullExtra { consumer, incarnation, grant, deadline_ms, checksum, transport, .. } = pull
             .extra
             .as_ref()
             .ok_or_else(|| Error::new(ErrorKind::Unsupported, "pulls of foreign consumers are not served"))?;
@@ -312,16 +317,18 @@ impl Inner {
             deadline_ms.map_or(longest, |ms| longest.min(Deadline::after(Duration::from_millis(ms))));
         let connect = deadline.min(Deadline::after(Duration::from_millis(self.config.liveness_ms)));
         let segment = self.engine.open_life(consumer, *incarnation, connect)?;
+        let route = self.route_with(transport.as_deref())?;
+        let checksum = self.config.checksum.max(*checksum);
         let mut address = grant.address;
         let request = |(local, len)| {
             let remote = RemoteRange { segment: segment.id(), address, token: Some(grant.token) };
             address += len;
-            let (priority, route) = (Priority::Medium, Route::Auto);
+            let priority = Priority::Medium;
             TransferRequest { opcode: Opcode::Write, local, remote, len, priority, route, group: 0 }
         };
         let requests: Vec<_> = stored.ranges(self.pool_range).into_iter().map(request).collect();
         let mut batch = self.engine.batch();
-        batch.submit(&requests, SubmitOptions { deadline, checksum: *checksum })?;
+        batch.submit(&requests, SubmitOptions { deadline, checksum })?;
         let batch = Arc::new(batch);
         let goes_on = self.state.lock().writing(id, &batch);
         if !goes_on {

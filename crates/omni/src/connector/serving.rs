@@ -168,18 +168,23 @@ impl State {
         self.serving.iter().filter(|(_, serving)| waits(serving)).map(|(pull, _)| pull.clone()).collect()
     }
 
-    /// A grant was revoked, and the claim ends; or it could not be yet, and is kept. It comes back when the connector was
-    /// closed meanwhile.
-    pub(super) fn revoked(&mut self, pull: &PullId, kept: Option<Lent>, now: Instant) -> Option<Lent> {
-        let Some(Serving::Revoking(outcome, lent)) = self.serving.get_mut(pull) else { return kept };
+    /// A grant was revoked, and the claim ends in what is returned; or it could not be yet, and is kept. It comes back when
+    /// the connector was closed meanwhile.
+    pub(super) fn revoked(
+        &mut self,
+        pull: &PullId,
+        kept: Option<Lent>,
+        now: Instant,
+    ) -> (Option<Outcome>, Option<Lent>) {
+        let Some(Serving::Revoking(outcome, lent)) = self.serving.get_mut(pull) else { return (None, kept) };
         if kept.is_some() {
             *lent = kept;
-        } else {
-            let outcome = *outcome;
-            self.serving.remove(pull);
-            self.end_claim(pull, outcome, now);
+            return (None, None);
         }
-        None
+        let outcome = *outcome;
+        self.serving.remove(pull);
+        self.end_claim(pull, outcome, now);
+        (Some(outcome), None)
     }
 
     /// Begins a pull: it waits for a worker.

@@ -162,7 +162,7 @@ fn a_claim_does_not_end_while_its_grant_is_being_revoked() {
     // Meanwhile the consumer says that it has it all.
     pair.close(&pull, Outcome::Done);
     assert_eq!(inner.health().offers, OfferStats { offers: 1, claims: 1, ..OfferStats::default() });
-    let left = inner.with_state(|state, now| state.revoked(&pull, Some(lent), now));
+    let (_, left) = inner.with_state(|state, now| state.revoked(&pull, Some(lent), now));
     assert!(left.is_none());
     inner.tick();
     pair.assert_idle();
@@ -210,6 +210,7 @@ fn pull_for(consumer: &str, number: u64, hello: posthorse_core::Hello) -> Pull {
             grant,
             deadline_ms: None,
             checksum: Checksum::default(),
+            transport: None,
         }),
     }
 }

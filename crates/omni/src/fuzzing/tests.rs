@@ -110,6 +110,7 @@ fn requests_stand_any_damage() {
         grant: grant(),
         deadline_ms: Some(30_000),
         checksum: Checksum::Full,
+        transport: Some("require:tcp".to_owned()),
     };
     let close = Close { consumer: consumer.clone(), incarnation, pull, outcome: Outcome::Failed };
     let (stream, reason) = ("s@0_1".to_owned(), "enough".to_owned());
@@ -146,6 +147,7 @@ fn replies_stand_any_damage() {
         consumers_left: 2,
         expires_ms: Some(300_000),
         checksum: Checksum::Sampled,
+        transport: Some("prefer:shm".to_owned()),
         liveness_ms: Some(3000),
     };
     let offer = Reply::Offer {

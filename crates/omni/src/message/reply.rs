@@ -66,6 +66,9 @@ pub struct Offered {
     /// How much the producer compares at the far end.
     #[serde(default)]
     pub checksum: Checksum,
+    /// Which transport the producer prefers or requires, if any: `prefer:NAME` or `require:NAME`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub transport: Option<String>,
     /// After which silence of the consumer its place lapses, in milliseconds; an older producer does not say.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub liveness_ms: Option<u64>,
@@ -240,6 +243,10 @@ impl QueryReply {
                     Some(Extra::Offer(offered)) => {
                         check_hello(&offered.hello)?;
                         check_name("the producer's name", &offered.segment)?;
+                        offered
+                            .transport
+                            .iter()
+                            .try_for_each(|it| check_name("the producer's transport", it))?;
                         Some(offered)
                     }
                     Some(_) => return Err(malformed("of another request".to_owned())),
@@ -342,6 +349,7 @@ mod tests {
             consumers_left: 2,
             expires_ms: Some(300_000),
             checksum: Checksum::Sampled,
+            transport: Some("require:tcp".to_owned()),
             liveness_ms: Some(3000),
         })
     }

@@ -124,6 +124,9 @@ pub struct PullExtra {
     /// How much is compared at the far end.
     #[serde(default)]
     pub checksum: Checksum,
+    /// Which transport the consumer prefers or requires, if any: `prefer:NAME` or `require:NAME`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub transport: Option<String>,
 }
 
 /// Calls a get off, whether it is parked, reserved or in flight.
@@ -304,7 +307,9 @@ impl Pull {
                 ),
             ));
         }
-        self.extra.as_ref().map_or(Ok(()), |extra| check_speaker(&extra.hello, &extra.consumer))
+        let Some(extra) = &self.extra else { return Ok(()) };
+        extra.transport.iter().try_for_each(|it| check_name("the consumer's transport", it))?;
+        check_speaker(&extra.hello, &extra.consumer)
     }
 }
 
@@ -353,6 +358,7 @@ mod tests {
             },
             deadline_ms: None,
             checksum: Checksum::Full,
+            transport: Some("require:tcp".to_owned()),
         }
     }
 
