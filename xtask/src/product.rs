@@ -38,7 +38,7 @@ fn passed_on(status: ExitStatus) -> Result<(), Failure> {
 /// Builds the program, and says where it is.
 fn build() -> Result<PathBuf, Failure> {
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    cargo.args(["build", "--quiet", "--release", "--package", PACKAGE, "--bin", PROGRAM]);
+    cargo.args(["build", "--release", "--package", PACKAGE, "--bin", PROGRAM]);
     cargo.arg("--message-format=json-render-diagnostics").stdout(Stdio::piped());
     let unavailable = |error| Failure::Unavailable(format!("cargo cannot be started: {error}"));
     let mut build = cargo.spawn().map_err(unavailable)?;

@@ -13,6 +13,7 @@ mod stage;
 mod table;
 mod units;
 
+use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
@@ -104,11 +105,12 @@ fn start_log() -> Outcome {
             let accepted = "a level such as warn or debug, or directives such as posthorse_tcp=debug";
             Failure::Usage(format!("{LOG_VARIABLE} is {text:?}: {error}; accepted: {accepted}"))
         })?,
-        Err(_) => EnvFilter::new("error"),
+        Err(_) => EnvFilter::new("warn"),
     };
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
         // It would say on standard error that standard error takes nothing, and panic there.
         .log_internal_errors(false)
         .init();

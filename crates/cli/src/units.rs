@@ -1,5 +1,6 @@
 //! Sizes and durations as people write them.
 
+use std::net::{SocketAddr, ToSocketAddrs};
 use std::time::Duration;
 
 /// What each unit of size stands for, in bytes, largest first.
@@ -33,6 +34,12 @@ pub(crate) fn parse_positive_size(text: &str) -> Result<u64, String> {
         0 => Err("accepted: at least 1 byte".to_owned()),
         size => Ok(size),
     }
+}
+
+/// Reads an address such as `10.0.0.1:4789` or `node-1:4789`: the first that the name has.
+pub(crate) fn parse_address(text: &str) -> Result<SocketAddr, String> {
+    let mut found = text.to_socket_addrs().map_err(|error| format!("{error}; accepted: HOST:PORT"))?;
+    found.next().ok_or_else(|| "this name has no address; accepted: HOST:PORT".to_owned())
 }
 
 /// Reads a duration: `500ms`, `3s`, `2m`.
@@ -83,6 +90,15 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    #[test]
+    fn addresses_may_have_a_name() {
+        assert!(parse_address("localhost:4789").unwrap().ip().is_loopback());
+        assert_eq!(parse_address("10.0.0.1:1").unwrap().to_string(), "10.0.0.1:1");
+        for bad in ["10.0.0.1", "", ":::", "host:70000"] {
+            assert!(parse_address(bad).unwrap_err().contains("accepted: HOST:PORT"), "{bad}");
+        }
+    }
 
     #[test]
     fn sizes_are_read_in_every_unit() {

@@ -213,7 +213,7 @@ config! {
     /// How much is compared at the far end: off, sampled or full.
     checksum: Checksum = Checksum::Off, "off, sampled, full";
     /// What both sides have to agree on, such as a hash of model and layout.
-    fingerprint: Option<String> = None, "any text";
+    fingerprint: Option<String> = None, "text of up to 1024 bytes";
     /// After which silence a peer counts as gone, in milliseconds.
     liveness_ms: u64 = 3000, "60 to 3600000 milliseconds";
     /// How long making a control connection may take, in milliseconds.

@@ -20,6 +20,7 @@ use super::target::{Answer, Ask, Connection, strange};
 use crate::outcome::{Failure, Outcome, note, print};
 use crate::pattern;
 use crate::stage::cpu_seconds;
+use crate::units::parse_address;
 
 /// How long a transfer of any size may take before the bench gives it up.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -28,7 +29,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 #[derive(Debug, Args)]
 pub(crate) struct InitiatorArgs {
     /// The address that `posthorse bench target` listens on
-    #[arg(long, value_name = "ADDR")]
+    #[arg(long, value_name = "ADDR", value_parser = parse_address)]
     pub(crate) target: SocketAddr,
     #[command(flatten)]
     pub(crate) grid: Grid,
@@ -41,22 +42,30 @@ pub(crate) fn run(args: &InitiatorArgs) -> Outcome {
 
 /// Measures every cell of the grid against the target at `address`, and prints the rows as a table.
 pub(crate) fn measure(suite: &'static str, address: SocketAddr, grid: &Grid) -> Outcome {
-    let mut file = RowFile::create(grid.json.as_deref())?;
     let mut initiator = Initiator::new(address)?;
-    let mut rows = Vec::new();
-    for transport in initiator.transports(&grid.transport)? {
+    let transports = initiator.transports(&grid.transport)?;
+    // Emptied only now that there is something to measure.
+    let mut file = RowFile::create(grid.json.as_deref())?;
+    let mut cells = Vec::new();
+    for transport in transports {
         for &op in &grid.op {
-            for cell in grid.cells(suite, transport, op, initiator.memory) {
-                match cell {
-                    Ok(cell) => {
-                        let row = initiator.measure(transport, op, &cell, grid.duration)?;
-                        note(progress(&row));
-                        file.write(&row)?;
-                        rows.push(row);
-                    }
-                    Err(why) => note(why),
-                }
+            let fits = grid.cells(suite, transport, op, initiator.memory);
+            cells.extend(fits.into_iter().map(|cell| (transport, op, cell)));
+        }
+    }
+    let measured = cells.iter().filter(|(.., cell)| cell.is_ok()).count() as u32;
+    // Once for the product and once for the limit.
+    note(format_args!("{measured} measurements, about {:.0?} in all", 2 * grid.duration * measured));
+    let mut rows = Vec::new();
+    for (transport, op, cell) in cells {
+        match cell {
+            Ok(cell) => {
+                let row = initiator.measure(transport, op, &cell, grid.duration)?;
+                note(progress(&row));
+                file.write(&row)?;
+                rows.push(row);
             }
+            Err(why) => note(why),
         }
     }
     if rows.is_empty() {

@@ -36,12 +36,12 @@ pub(crate) struct OmniArgs {
 
 /// Runs the command.
 pub(crate) fn run(args: &OmniArgs) -> Outcome {
-    let mut file = RowFile::create(args.json.as_deref())?;
     let payloads: Vec<Payload> = args
         .block
         .iter()
         .map(|&block| Payload::kv_cache("--block", Some(block), crate::random()?))
         .collect::<Outcome<_>>()?;
+    let mut file = RowFile::create(args.json.as_deref())?;
     let named = !args.transport.is_empty();
     let transports = if named { &args.transport[..] } else { &[Transport::Shm, Transport::Tcp] };
     let mut rows = Vec::new();

@@ -18,7 +18,7 @@ use super::grid::default_memory;
 use super::limits;
 use crate::outcome::{Failure, Outcome, note, print};
 use crate::stage::{check_room, cpu_seconds};
-use crate::units::{self, parse_positive_size};
+use crate::units::{self, parse_address, parse_positive_size};
 use crate::{channel, pattern};
 
 /// How many connections are served at a time.
@@ -28,7 +28,7 @@ const MAX_CONNECTIONS: usize = 16;
 #[derive(Debug, Args)]
 pub(crate) struct TargetArgs {
     /// The address to listen on, such as 0.0.0.0:4789; port 0 lets the system choose
-    #[arg(long, value_name = "ADDR")]
+    #[arg(long, value_name = "ADDR", value_parser = parse_address)]
     pub(crate) listen: SocketAddr,
     /// Memory to offer; by default a few times the last-level cache
     #[arg(long, value_name = "SIZE", value_parser = parse_positive_size)]
