@@ -140,8 +140,7 @@ impl Peer {
             *self.published.write() = Published::new(desc.clone());
         }
         let mut reaches = self.reaches.lock();
-        // Asked under the lock: what was uninstalled before is not there, and what is uninstalled hereafter is
-        // forgotten after this.
+        // Asked under the lock: what is uninstalled hereafter is forgotten after this.
         let transports = transports();
         if !changed && reaches.iter().map(|state| state.transport).eq(transports.iter().map(|(id, _)| *id)) {
             return;
@@ -154,6 +153,9 @@ impl Peer {
                 state.how = std::mem::replace(&mut before.how, How::Absent);
             }
         }
+        // What is known here and not installed is being uninstalled: left for whoever does that to forget, or nobody
+        // would give up its paths.
+        reaches.extend(known.into_iter().filter(|before| !matches!(before.how, How::Absent)));
     }
 
     /// Forgets a transport that was uninstalled. Its paths are returned, to be given up.
@@ -367,4 +369,52 @@ pub(crate) enum Decision {
     Connect(TransportId),
     /// There is no way.
     None,
+}
+
+#[cfg(test)]
+mod tests {
+    use posthorse_core::{Attributes, Path, PathId, PathState, Transport};
+    use posthorse_testkit::MemoryHub;
+    use serde_json::Value;
+
+    use super::*;
+
+    fn desc(transports: &[&str]) -> SegmentDesc {
+        let transports: Attributes =
+            transports.iter().map(|name| ((*name).to_owned(), Value::Null)).collect();
+        SegmentDesc { name: "b".to_owned(), incarnation: None, hello: None, transports, buffers: Vec::new() }
+    }
+
+    fn path(transport: TransportId) -> Arc<PathEntry> {
+        let info = Path {
+            id: PathId(1),
+            local_device: String::new(),
+            remote_device: String::new(),
+            numa_node: None,
+            bandwidth: 0,
+            state: PathState::Up,
+        };
+        let memory: Arc<dyn Transport> = MemoryHub::new().transport();
+        Arc::new(PathEntry::new(1, SegmentId(1), transport, memory, info))
+    }
+
+    #[test]
+    fn a_transport_that_is_being_uninstalled_when_its_peer_is_opened_again_is_known_until_it_is_forgotten() {
+        let (going, staying) = (TransportId(0), TransportId(1));
+        let installed = [(going, "going".to_owned()), (staying, "staying".to_owned())];
+        for newer in [desc(&["going", "staying"]), desc(&["staying"])] {
+            let peer = Peer::new(SegmentId(1), desc(&["going", "staying"]), &installed);
+            let path = path(going);
+            assert!(peer.begin_connecting(going).is_some_and(|old| old.is_empty()));
+            assert!(peer.connected(going, Ok(vec![Arc::clone(&path)])).is_empty());
+            // Nobody finds it any more, and whoever uninstalls it has not come to this peer.
+            peer.update(&newer, || vec![(staying, "staying".to_owned())]);
+            let given_up = peer.forget(going);
+            assert!(matches!(&*given_up, [only] if Arc::ptr_eq(only, &path)), "{given_up:?}");
+            peer.update(&newer, || vec![(staying, "staying".to_owned())]);
+            let mut names = Vec::new();
+            peer.for_each_reach(|name, _| names.push(name.to_owned()));
+            assert_eq!(names, ["staying"]);
+        }
+    }
 }
