@@ -315,7 +315,7 @@ impl Connection {
     fn map(&self, request: MapRequest) -> Result<()> {
         let region = request.region;
         // Before it is lent, so that it is seen if it is withdrawn meanwhile.
-        self.serving(|serving| serving.mapped.insert(region)).ok_or_else(too_early)?;
+        let new = self.serving(|serving| serving.mapped.insert(region)).ok_or_else(too_early)?;
         let lent = self.server.owner.lend(region, request.write);
         self.serving(|serving| match lent {
             Ok(Lent { view, file }) if serving.mapped.contains(&region) => {
@@ -326,7 +326,13 @@ impl Connection {
             }
             // It was withdrawn: the client is refused what it would have to give up at once.
             Ok(_) => self.refuse(request, &not_registered(region)),
-            Err(error) => self.refuse(request, &error),
+            Err(error) => {
+                // Or a client that asks for what there is not would have us remember all of it.
+                if new {
+                    serving.mapped.remove(&region);
+                }
+                self.refuse(request, &error);
+            }
         })
         .ok_or_else(too_early)
     }
@@ -627,6 +633,33 @@ mod tests {
         assert_eq!(hear(), ToClient::RegionRefused { request, refusal }, "it is not lent after that");
         assert_eq!(hear(), ToClient::Notified { token: 7, refusal: None });
         served.owner.unregister(RegionId(2), soon()).unwrap();
+    }
+
+    #[test]
+    fn regions_that_were_refused_are_not_remembered_and_those_that_were_lent_are() {
+        let served = Served::new(1);
+        let memory = MemoryOptions::new(4096).shared(true).allocate().unwrap();
+        let registered = RegisteredRegion { id: RegionId(2), region: Arc::new(memory), access: Access::Read };
+        served.owner.register(&registered).unwrap();
+        let mut client = Deaf::connect(&served).unwrap();
+        let mut is_lent = |region, write| {
+            let request = Request::Map(MapRequest { region: RegionId(region), write });
+            send(&client.socket, &request.encode(), &[]).unwrap();
+            let packet = client.buffer.receive_by(&client.socket, soon()).unwrap();
+            match ToClient::decode(packet.bytes).unwrap() {
+                ToClient::Region(_) => true,
+                ToClient::RegionRefused { .. } => false,
+                other => panic!("{other:?}"),
+            }
+        };
+        assert!(is_lent(2, false));
+        for region in [2, 3, 4, 5] {
+            assert!(!is_lent(region, true), "it is for reading, or there is none");
+        }
+        let connections: Vec<_> = served.server.connections.lock().values().cloned().collect();
+        let mapped =
+            connections.iter().map(|client| client.serving(|serving| serving.mapped.clone()).unwrap());
+        assert_eq!(mapped.collect::<Vec<_>>(), [HashSet::from([RegionId(2)])]);
     }
 
     #[test]
