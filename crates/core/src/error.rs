@@ -170,7 +170,7 @@ kinds! {
     Closed Misuse Request false "";
     BadFree Misuse Request false "";
     TypeMismatch Misuse Request false "";
-    Forked Misuse Request false "create a new engine in the child process";
+    Forked Misuse Request false "start the process afresh (spawn, or fork and exec), or fork before there is an engine";
     Busy Misuse Request true "wait for what uses it to end";
     PoolFull Resource Local true "release buffers, wait with a later deadline, or make the pool larger";
     QueueFull Resource Local true "wait for work in flight to end";

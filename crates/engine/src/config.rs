@@ -113,6 +113,15 @@ pub fn is_host(text: &str) -> bool {
     (1..=LONGEST).contains(&text.len()) && text.chars().all(in_names)
 }
 
+/// Whose preference of a transport counts where two peers have one each.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Precedence {
+    /// This engine's.
+    Ours,
+    /// The peer's.
+    Theirs,
+}
+
 /// What [`EngineConfig::transport`] says.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Preference {

@@ -15,7 +15,7 @@ use posthorse_segment::{Directory, Registry};
 
 use crate::batch::{Batch, BatchCore, SubmitOptions};
 use crate::builder::EngineBuilder;
-use crate::config::EngineConfig;
+use crate::config::{EngineConfig, Precedence};
 use crate::events::Sink;
 use crate::explain::{Explanation, PathReport, TransportReport};
 use crate::inbox::{Inbox, Notification};
@@ -277,14 +277,15 @@ impl TransferEngine {
     }
 
     /// The route that both this engine's configuration and a peer's allow, which `theirs` says in the words of
-    /// [`EngineConfig::transport`](crate::EngineConfig). What is required at either end goes before what is preferred.
+    /// [`EngineConfig::transport`](crate::EngineConfig). What is required at either end goes before what is preferred;
+    /// where both prefer one, `precedence` says whose counts.
     ///
     /// # Errors
     /// `NoPath` when they exclude each other, or the peer requires what is not installed here; `Malformed` for what is no
     /// preference.
-    pub fn route_with(&self, theirs: &str) -> Result<Route> {
+    pub fn route_with(&self, theirs: &str, precedence: Precedence) -> Result<Route> {
         self.inner().check_open()?;
-        self.inner().transports.route_with(theirs)
+        self.inner().transports.route_with(theirs, precedence)
     }
 
     /// A peer's memory under a grant, to be read in place, where a path allows that. The peer cannot take it back

@@ -6,7 +6,7 @@ use parking_lot::RwLock;
 use posthorse_core::{Capabilities, Error, ErrorKind, Result, Route, Transport, TransportId};
 use serde_json::Value;
 
-use crate::config::{EngineConfig, Preference};
+use crate::config::{EngineConfig, Precedence, Preference};
 use crate::slicing::SliceLength;
 
 /// A number that no transport has: what is required of it reaches nobody.
@@ -166,7 +166,7 @@ impl Transports {
     ///
     /// # Errors
     /// `NoPath` when the two exclude each other; `Malformed` for what is no preference.
-    pub(crate) fn route_with(&self, theirs: &str) -> Result<Route> {
+    pub(crate) fn route_with(&self, theirs: &str, precedence: Precedence) -> Result<Route> {
         let found = |name: &str| self.find(name).map(|(id, _)| id);
         let cannot = |why: &str| {
             let message = format!("transport is {} here and {theirs} at the peer: {why}", self.preference);
@@ -183,7 +183,10 @@ impl Transports {
             (_, Preference::Require(name)) => {
                 found(&name).map(Route::Require).map_err(|error| cannot(error.message()))
             }
-            (Preference::Auto, Preference::Prefer(name)) => {
+            (Preference::Prefer(_), Preference::Prefer(_)) if precedence == Precedence::Ours => {
+                Ok(Route::Auto)
+            }
+            (Preference::Auto | Preference::Prefer(_), Preference::Prefer(name)) => {
                 Ok(found(&name).map_or(Route::Auto, Route::Prefer))
             }
             _ => Ok(Route::Auto),

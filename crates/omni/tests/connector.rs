@@ -344,6 +344,8 @@ fn what_either_end_requires_of_the_transport_holds() {
         ("auto", "require:tcp", Ok("tcp")),
         ("prefer:tcp", "require:shm", Ok("shm")),
         ("require:tcp", "prefer:shm", Ok("tcp")),
+        ("prefer:tcp", "prefer:shm", Ok("shm")),
+        ("prefer:shm", "prefer:tcp", Ok("tcp")),
         ("require:shm", "auto", Ok("shm")),
         ("require:tcp", "require:shm", Err(ErrorKind::NoPath)),
         ("require:shm", "require:tcp", Err(ErrorKind::NoPath)),

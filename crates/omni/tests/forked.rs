@@ -257,32 +257,6 @@ fn what_a_parent_awaits_answers_forked_in_its_child() {
 }
 
 #[test]
-fn a_forked_child_builds_a_connector_of_its_own() {
-    let world = World::new();
-    let busy = Busy::with(&world.pair.sender);
-    let (host, port) = world.pair.sender.address().unwrap();
-    let child = || {
-        let Ok(own) = Connector::builder().config(config(Role::Both)).build() else { return false };
-        let Ok((own_host, own_port)) = own.address() else { return false };
-        let get = |key, host: &str, port| {
-            let source = Source::At(host, port);
-            let got = own.get(&edge(), key, GetOptions { source, ..GetOptions::until(soon()) });
-            got.and_then(|got| Ok(got.bytes()?.len()))
-        };
-        let well = own.put(&edge(), "k", &b"abc"[..], PutOptions::default()).is_ok()
-            && get("k", &own_host, own_port).is_ok_and(|len| len == 3)
-            && get("busy", &host, port).is_ok_and(|len| len == 5000);
-        own.close();
-        well
-    };
-    // SAFETY: the child waits for its own threads alone, and calls nothing of the parent's.
-    unsafe { assert_in_forked_child(child) };
-    busy.stop();
-    world.pair.sender.cleanup(&edge(), "busy").unwrap();
-    world.assert_well();
-}
-
-#[test]
 fn a_control_plane_is_left_alone_by_a_forked_child() {
     /// Keeps what it is asked, and never answers.
     #[derive(Default)]

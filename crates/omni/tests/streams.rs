@@ -105,6 +105,26 @@ fn a_slow_consumer_holds_the_producer_back() {
 }
 
 #[test]
+fn a_stream_whose_end_is_refused_leaves_nothing_behind() {
+    let pair = Pair::with(|config| config.max_offers = 3);
+    let mut sender = pair.sender.open_stream(&edge(), "r").unwrap();
+    for number in 0..3_u8 {
+        sender.send(&[number][..], soon()).unwrap();
+    }
+    assert_eq!(sender.end().unwrap_err().kind(), ErrorKind::QueueFull);
+    assert_eq!(pair.sender.health().offers.offers, 0);
+    // The next of its name is not taken for it.
+    let mut next = pair.sender.open_stream(&edge(), "r").unwrap();
+    next.send(&[9][..], soon()).unwrap();
+    let mut receiver = follow(&pair, "r");
+    assert_eq!(receiver.next(soon()).unwrap().unwrap().bytes().unwrap(), [9]);
+    next.end().unwrap();
+    assert!(receiver.next(soon()).unwrap().is_none());
+    drop(receiver);
+    assert_over(&pair);
+}
+
+#[test]
 fn a_chunk_that_cannot_be_put_is_an_error_and_no_gap() {
     let pair = Pair::by("tcp");
     let mut receiver = follow(&pair, "r");

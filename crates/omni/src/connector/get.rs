@@ -9,7 +9,7 @@ use posthorse_core::{
     Access, Checksum, Deadline, Error, ErrorKind, GrantDesc, Opcode, Priority, RemoteRange, Result, Route,
     TransferRequest,
 };
-use posthorse_engine::{Grant, Segment, SubmitOptions};
+use posthorse_engine::{Grant, Precedence, Segment, SubmitOptions};
 
 use super::lease::{self, Lease, Renewal};
 use super::put::Ticket;
@@ -204,7 +204,9 @@ impl Inner {
         let opened = offered.manifest.check(size).and_then(|()| {
             self.engine.open_life(&offered.segment, offered.incarnation, self.connect_deadline(get))
         });
-        let routed = opened.and_then(|segment| Ok((segment, self.route_with(offered.transport.as_deref())?)));
+        let routed = opened.and_then(|segment| {
+            Ok((segment, self.route_with(offered.transport.as_deref(), Precedence::Ours)?))
+        });
         let (segment, route) = routed.inspect_err(|_| self.give_up(get, want))?;
         let transport = self.engine.best_transport(&segment, route);
         let same_host = transport.as_ref().is_some_and(|(_, capabilities)| capabilities.same_host_only);
@@ -236,12 +238,13 @@ impl Inner {
         Some(self.engine.transport_preference()).filter(|preference| preference != "auto")
     }
 
-    /// The route that both ends allow. An end that says nothing takes what there is.
+    /// The route that both ends allow, by `precedence` where both prefer one. An end that says nothing takes what there
+    /// is.
     ///
     /// # Errors
     /// As [`TransferEngine::route_with`](posthorse_engine::TransferEngine::route_with).
-    pub(super) fn route_with(&self, theirs: Option<&str>) -> Result<Route> {
-        theirs.map_or(Ok(Route::Auto), |theirs| self.engine.route_with(theirs))
+    pub(super) fn route_with(&self, theirs: Option<&str>, precedence: Precedence) -> Result<Route> {
+        theirs.map_or(Ok(Route::Auto), |theirs| self.engine.route_with(theirs, precedence))
     }
 
     pub(super) fn next_pull(&self) -> PullId {

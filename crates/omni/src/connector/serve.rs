@@ -7,7 +7,7 @@ use posthorse_core::{
     Access, Deadline, Error, ErrorKind, Features, GrantDesc, Hello, Opcode, Priority, RemoteRange, Result,
     TransferRequest,
 };
-use posthorse_engine::{Batch, SubmitOptions};
+use posthorse_engine::{Batch, Precedence, SubmitOptions};
 
 use super::get::closed;
 use super::serving::{Job, Lent, Rest, called_off};
@@ -144,11 +144,13 @@ impl Inner {
             // The consumer is stopped, or still at it.
             Err(_) => Some(lent),
         };
-        if kept.is_some() {
-            self.timer.arm(Instant::now() + RETRY);
-        }
+        let is_kept = kept.is_some();
         let (ended, left) = self.with_state(|state, now| state.revoked(pull, kept, now));
         drop(left);
+        if is_kept {
+            // Only now that it is back: a tick before would not have found it.
+            self.timer.arm(Instant::now() + RETRY);
+        }
         // A read that failed may be followed by a pull for the same payload, which is counted by its own end.
         if ended == Some(Outcome::Done) {
             self.counters.serve(true);
@@ -317,12 +319,13 @@ impl Inner {
             deadline_ms.map_or(longest, |ms| longest.min(Deadline::after(Duration::from_millis(ms))));
         let connect = deadline.min(Deadline::after(Duration::from_millis(self.config.liveness_ms)));
         let segment = self.engine.open_life(consumer, *incarnation, connect)?;
-        let route = self.route_with(transport.as_deref())?;
+        let route = self.route_with(transport.as_deref(), Precedence::Theirs)?;
         let checksum = self.config.checksum.max(*checksum);
         let mut address = grant.address;
         let request = |(local, len)| {
             let remote = RemoteRange { segment: segment.id(), address, token: Some(grant.token) };
-            address += len;
+            // Wrapping: the consumer refuses an address that leaves what it granted.
+            address = address.wrapping_add(len);
             let priority = Priority::Medium;
             TransferRequest { opcode: Opcode::Write, local, remote, len, priority, route, group: 0 }
         };

@@ -248,8 +248,10 @@ impl Transport for TcpTransport {
         let mut paths = self.paths.write();
         let Some(path) = paths.remove(&path) else { return };
         // Before anyone can find it nowhere.
-        self.leaving.lock().extend(path.lanes.iter().cloned());
-        drop(paths);
+        let mut leaving = self.leaving.lock();
+        leaving.retain(|lane| !lane.has_ended());
+        leaving.extend(path.lanes.iter().cloned());
+        drop((leaving, paths));
         path.core.take_down(&Error::new(ErrorKind::Flushed, "the path was disconnected"), true);
     }
 

@@ -192,7 +192,7 @@ impl StreamSender {
         };
         let options = PutOptions { deadline: Some(deadline), ..PutOptions::default() };
         let stored = self.inner.may_put(options).and_then(|_| self.inner.place(payload.into(), deadline));
-        stored.and_then(|stored| self.offer(number, stored)).inspect_err(|_| {
+        stored.and_then(|stored| self.offer(number, Arc::new(stored))).inspect_err(|_| {
             self.outgoing.state.lock().machine.unsend();
         })?;
         self.sent = number + 1;
@@ -260,13 +260,15 @@ impl StreamSender {
         let manifest = Manifest::of(PayloadKind::StreamEnd);
         let mut stored = Stored::sized(buffer, bytes.len() as u64, manifest, false);
         stored.entry = Some(entry);
-        self.offer(number, stored)?;
+        // Kept, and the name with it, until nothing of the stream is offered any more.
+        let stored = Arc::new(stored);
+        self.offer(number, Arc::clone(&stored))
+            .inspect_err(|error| self.inner.break_stream(&self.outgoing, error.clone()))?;
         Ok(number)
     }
 
-    fn offer(&self, number: u64, stored: Stored) -> Result<()> {
+    fn offer(&self, number: u64, stored: Arc<Stored>) -> Result<()> {
         let key = self.outgoing.key(number)?;
-        let stored = Arc::new(stored);
         let noted = Arc::downgrade(&stored);
         let options = PutOptions { consumers: Some(NonZeroU32::MIN), ..PutOptions::default() };
         self.inner.offer(&key, stored, options, || self.outgoing.offering(number, noted))?;
@@ -331,7 +333,7 @@ mod tests {
         assert_eq!(pair.tell(&Request::StreamAbort(abort)), Answer::Ok);
         let mut newer = pair.sender.open_stream(&edge(), "r").unwrap();
         newer.send(&b"newer"[..], soon()).unwrap();
-        assert_eq!(older.offer(0, late).unwrap_err().kind(), ErrorKind::Aborted);
+        assert_eq!(older.offer(0, Arc::new(late)).unwrap_err().kind(), ErrorKind::Aborted);
         assert_eq!(older.send(&b"older"[..], soon()).unwrap_err().kind(), ErrorKind::Aborted);
         let key = newer.outgoing.key(0).unwrap();
         assert_eq!(inner.state.lock().offers.find(&key).unwrap().payload.len, 5);

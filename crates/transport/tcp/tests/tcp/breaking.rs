@@ -1,6 +1,7 @@
 //! Connections break, peers fall silent, and paths are ended: each slice says what became of it.
 
 use std::net::TcpListener;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use posthorse_core::*;
@@ -194,6 +195,20 @@ fn memory_is_held_until_the_lanes_of_a_disconnected_path_have_ended() {
     assert_eq!(held.kind(), ErrorKind::DeadlineExceeded);
     assert_eq!(here.events.error(slice.token), (ErrorKind::Flushed, FarEnd::Unconfirmed));
     here.transport.unregister(slice.local_region, Deadline::after(PATIENCE)).unwrap();
+}
+
+#[test]
+fn paths_that_were_disconnected_are_forgotten() {
+    let (here, there) = (Node::new("here:1"), Node::new("there:1"));
+    let come_and_go = || here.transport.disconnect(here.connect(&there.desc));
+    let before = Arc::strong_count(&here.events);
+    (0..50).for_each(|_| come_and_go());
+    let until = Instant::now() + PATIENCE;
+    // Each path has its own handle to the events.
+    while Arc::strong_count(&here.events) > before + 25 {
+        assert!(Instant::now() < until, "{} are left", Arc::strong_count(&here.events) - before);
+        come_and_go();
+    }
 }
 
 #[test]
