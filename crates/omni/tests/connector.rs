@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use common::{Pair, build, config, edge, eventually, soon};
 use posthorse_core::{Checksum, DType, Deadline, ErrorKind};
 use posthorse_omni::config::Role;
@@ -333,6 +334,28 @@ fn many_threads_put_and_get_and_the_pools_are_whole_at_the_end() {
         });
         pair.assert_whole();
     }
+}
+
+#[test]
+fn a_payload_whose_end_panics_ends_nothing_else() {
+    struct Bomb(Vec<u8>);
+    impl AsRef<[u8]> for Bomb {
+        fn as_ref(&self) -> &[u8] {
+            &self.0
+        }
+    }
+    impl Drop for Bomb {
+        fn drop(&mut self) {
+            panic!("a payload's own end");
+        }
+    }
+    let pair = Pair::by("shm");
+    let bytes = Bytes::from_owner(Bomb(vec![1; 4 << 20]));
+    pair.sender.put(&edge(), "bomb", bytes, PutOptions::default()).unwrap();
+    assert!(pair.sender.cleanup(&edge(), "bomb").unwrap());
+    pair.put("k", b"x");
+    assert_eq!(pair.get("k").unwrap().bytes().unwrap(), b"x");
+    pair.assert_whole();
 }
 
 #[test]

@@ -293,9 +293,10 @@ impl Connector {
         &self.inner().engine
     }
 
-    /// Takes back every offer, ends every get and transfer, and gives the memory up. Idempotent, and whoever calls it
-    /// again meanwhile waits until it is done; never hangs: what peers may still touch is kept alive until they cannot.
-    /// Every call after it answers `Closed`. Does nothing in a child process.
+    /// Takes back every offer, ends every get and transfer, and gives the memory up. Never hangs: what peers may still
+    /// touch is kept alive until they cannot. Idempotent; whoever calls it again meanwhile waits until it is done, but for
+    /// the connector's own threads, such as one that runs a waker. Every call after it answers `Closed`. Does nothing in a
+    /// child process.
     pub fn close(&self) {
         self.owner.close();
     }

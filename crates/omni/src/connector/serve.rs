@@ -1,5 +1,6 @@
 //! How a producer answers its consumers.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -89,7 +90,12 @@ impl Inner {
 
     fn carry_out_one(&self, action: Action<Arc<Stored>>) {
         match action {
-            Action::Release(stored) => drop(stored),
+            Action::Release(stored) => {
+                // A payload may hold what the application made, whose end may panic: that must not end our loop.
+                if catch_unwind(AssertUnwindSafe(|| drop(stored))).is_err() {
+                    tracing::error!("the end of a payload panicked");
+                }
+            }
             Action::Found(pull, found) => {
                 let parked = self.state.lock().parked.remove(&pull);
                 match parked {
