@@ -37,7 +37,7 @@ impl Default for ControlLimits {
         Self {
             max_message_bytes: MAX_MESSAGE_BYTES,
             max_connections: 4096,
-            max_handshakes: 128,
+            max_handshakes: 1024,
             max_outstanding: 64,
             max_connections_per_address: 64,
             connect_timeout: Duration::from_secs(2),
