@@ -28,6 +28,8 @@ const COPIED_READ: u64 = 16 << 10;
 const TURN: usize = 8 << 20;
 /// How many bytes are received in one call between payloads.
 const RECEIVE: usize = 256 << 10;
+/// About how many bytes of a long READ the first call sends, so that the consumer begins to copy early.
+const SEND_FIRST: usize = 64 << 10;
 /// How many refused notifications of a lane are remembered.
 const REMEMBERED: usize = 1024;
 /// The longest silence that a peer may claim for itself, in milliseconds.
@@ -444,7 +446,8 @@ impl Sending {
     /// Sends `output` and what is announced; filler in its place when the owner has closed the memory meanwhile.
     fn send(&mut self, socket: &TcpStream, output: HostView) -> io::Result<usize> {
         const FILLER: [u8; 4096] = [0; 4096];
-        let len = (self.announced - self.done).min(SEND_CHUNK);
+        let most = if self.done == 0 { SEND_FIRST } else { SEND_CHUNK };
+        let len = (self.announced - self.done).min(most);
         if let (Ok(piece), Some(_inside)) = (self.view.slice(self.done, len), self.admission.enter()) {
             // SAFETY: the output is our own; inside, the memory is allocated.
             return unsafe {
