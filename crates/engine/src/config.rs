@@ -122,15 +122,20 @@ pub enum Precedence {
     Theirs,
 }
 
-/// What [`EngineConfig::transport`] says.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Preference {
+/// Which transport carries the bytes. Written `auto`, `prefer:NAME` or `require:NAME`.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum TransportChoice {
+    /// The best that there is.
+    #[default]
     Auto,
+    /// This one where it can be had, else the best.
     Prefer(String),
+    /// This one, or an error that says why not.
     Require(String),
 }
 
-impl FromStr for Preference {
+impl FromStr for TransportChoice {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
@@ -138,21 +143,36 @@ impl FromStr for Preference {
             None if text == "auto" => Ok(Self::Auto),
             Some(("prefer", name)) if !name.is_empty() => Ok(Self::Prefer(name.to_owned())),
             Some(("require", name)) if !name.is_empty() => Ok(Self::Require(name.to_owned())),
-            _ => {
-                let accepted = "auto, prefer:NAME, require:NAME";
-                Err(Error::invalid_config("transport", format_args!("{text:?}"), accepted))
-            }
+            _ => Err(Error::invalid_config(
+                "transport",
+                format_args!("{text:?}"),
+                "auto, prefer:NAME, require:NAME",
+            )),
         }
     }
 }
 
-impl fmt::Display for Preference {
+impl TryFrom<String> for TransportChoice {
+    type Error = Error;
+
+    fn try_from(text: String) -> Result<Self> {
+        text.parse()
+    }
+}
+
+impl fmt::Display for TransportChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Auto => f.write_str("auto"),
             Self::Prefer(name) => write!(f, "prefer:{name}"),
             Self::Require(name) => write!(f, "require:{name}"),
         }
+    }
+}
+
+impl From<TransportChoice> for String {
+    fn from(choice: TransportChoice) -> Self {
+        choice.to_string()
     }
 }
 
@@ -255,7 +275,7 @@ impl EngineConfig {
         Ok(config)
     }
 
-    pub(crate) fn preference(&self) -> Result<Preference> {
+    pub(crate) fn preference(&self) -> Result<TransportChoice> {
         self.transport.parse()
     }
 
@@ -361,9 +381,9 @@ mod tests {
     fn preferences_are_read_or_refused() {
         let preference =
             |text: &str| EngineConfig { transport: text.to_owned(), ..Default::default() }.preference();
-        assert_eq!(preference("auto").unwrap(), Preference::Auto);
-        assert_eq!(preference("prefer:tcp").unwrap(), Preference::Prefer("tcp".to_owned()));
-        assert_eq!(preference("require:shm").unwrap(), Preference::Require("shm".to_owned()));
+        assert_eq!(preference("auto").unwrap(), TransportChoice::Auto);
+        assert_eq!(preference("prefer:tcp").unwrap(), TransportChoice::Prefer("tcp".to_owned()));
+        assert_eq!(preference("require:shm").unwrap(), TransportChoice::Require("shm".to_owned()));
         for bad in ["", "tcp", "prefer:", "require", "insist:tcp"] {
             let error = preference(bad).unwrap_err().to_string();
             assert!(error.contains("transport") && error.contains(&format!("{bad:?}")), "{error}");

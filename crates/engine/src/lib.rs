@@ -62,7 +62,7 @@ pub use batch::{Batch, BatchStatus, Done, SubmitOptions, TaskId};
 #[cfg(not(loom))]
 pub use builder::EngineBuilder;
 #[cfg(not(loom))]
-pub use config::{EngineConfig, MAX_FINGERPRINT_BYTES, Precedence, is_host};
+pub use config::{EngineConfig, MAX_FINGERPRINT_BYTES, Precedence, TransportChoice, is_host};
 #[cfg(not(loom))]
 pub use engine::TransferEngine;
 #[cfg(not(loom))]

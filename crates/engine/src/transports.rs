@@ -6,7 +6,7 @@ use parking_lot::RwLock;
 use posthorse_core::{Capabilities, Error, ErrorKind, Result, Route, Transport, TransportId};
 use serde_json::Value;
 
-use crate::config::{EngineConfig, Precedence, Preference};
+use crate::config::{EngineConfig, Precedence, TransportChoice};
 use crate::slicing::SliceLength;
 
 /// A number that no transport has: what is required of it reaches nobody.
@@ -35,7 +35,7 @@ enum Standing {
 pub(crate) struct Transports {
     /// The names in the configured order of preference.
     order: Vec<String>,
-    preference: Preference,
+    preference: TransportChoice,
     slice_bytes: u64,
     state: RwLock<State>,
 }
@@ -142,7 +142,7 @@ impl Transports {
     /// Why requests that leave their route open get none, or not the one that was meant: the configuration names a
     /// transport that is not installed.
     pub(crate) fn missing(&self) -> Option<Error> {
-        let (Preference::Prefer(wanted) | Preference::Require(wanted)) = &self.preference else {
+        let (TransportChoice::Prefer(wanted) | TransportChoice::Require(wanted)) = &self.preference else {
             return None;
         };
         let names: Vec<String> = self.installed().into_iter().map(|slot| slot.name).collect();
@@ -177,16 +177,16 @@ impl Transports {
             Error::new(ErrorKind::Malformed, message)
         })?;
         match (&self.preference, parsed) {
-            (Preference::Require(ours), Preference::Require(theirs)) if *ours != theirs => {
+            (TransportChoice::Require(ours), TransportChoice::Require(theirs)) if *ours != theirs => {
                 Err(cannot("no transport is both"))
             }
-            (_, Preference::Require(name)) => {
+            (_, TransportChoice::Require(name)) => {
                 found(&name).map(Route::Require).map_err(|error| cannot(error.message()))
             }
-            (Preference::Prefer(_), Preference::Prefer(_)) if precedence == Precedence::Ours => {
+            (TransportChoice::Prefer(_), TransportChoice::Prefer(_)) if precedence == Precedence::Ours => {
                 Ok(Route::Auto)
             }
-            (Preference::Auto | Preference::Prefer(_), Preference::Prefer(name)) => {
+            (TransportChoice::Auto | TransportChoice::Prefer(_), TransportChoice::Prefer(name)) => {
                 Ok(found(&name).map_or(Route::Auto, Route::Prefer))
             }
             _ => Ok(Route::Auto),
@@ -194,7 +194,7 @@ impl Transports {
     }
 
     /// What this engine prefers or requires, as [`EngineConfig::transport`](crate::EngineConfig) says it.
-    pub(crate) const fn preference(&self) -> &Preference {
+    pub(crate) const fn preference(&self) -> &TransportChoice {
         &self.preference
     }
 
@@ -221,10 +221,10 @@ impl Transports {
         let slice_length = SliceLength { preferred, max: least(|known| known.max_slice) };
         let named = |name: &str| installed().find(|slot| slot.name == name).map(|slot| slot.id);
         let route = match &self.preference {
-            Preference::Auto => Route::Auto,
-            Preference::Prefer(name) => named(name).map_or(Route::Auto, Route::Prefer),
+            TransportChoice::Auto => Route::Auto,
+            TransportChoice::Prefer(name) => named(name).map_or(Route::Auto, Route::Prefer),
             // A transport that is not there (yet) reaches nobody.
-            Preference::Require(name) => Route::Require(named(name).unwrap_or(NOBODY)),
+            TransportChoice::Require(name) => Route::Require(named(name).unwrap_or(NOBODY)),
         };
         (state.slice_length, state.route) = (slice_length, route);
     }

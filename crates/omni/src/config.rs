@@ -5,10 +5,10 @@
 //! value and what is accepted.
 
 use std::fmt;
-use std::str::FromStr;
 use std::time::Duration;
 
 use posthorse_core::{Checksum, Error, ErrorKind, Result};
+pub use posthorse_engine::TransportChoice;
 use posthorse_engine::environment::{self, Environment};
 use posthorse_engine::{EngineConfig, MAX_FINGERPRINT_BYTES, is_host};
 use serde::{Deserialize, Serialize};
@@ -40,60 +40,6 @@ impl Role {
     /// Whether it pulls.
     pub const fn receives(self) -> bool {
         matches!(self, Self::Receiver | Self::Both)
-    }
-}
-
-/// Which transport carries the bytes. Written `auto`, `prefer:NAME` or `require:NAME`.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
-pub enum TransportChoice {
-    /// The best that there is.
-    #[default]
-    Auto,
-    /// This one where it can be had, else the best.
-    Prefer(String),
-    /// This one, or an error that says why not.
-    Require(String),
-}
-
-impl FromStr for TransportChoice {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        match text.split_once(':') {
-            None if text == "auto" => Ok(Self::Auto),
-            Some(("prefer", name)) if !name.is_empty() => Ok(Self::Prefer(name.to_owned())),
-            Some(("require", name)) if !name.is_empty() => Ok(Self::Require(name.to_owned())),
-            _ => Err(Error::invalid_argument(
-                "transport",
-                format_args!("{text:?}"),
-                "auto, prefer:NAME, require:NAME",
-            )),
-        }
-    }
-}
-
-impl TryFrom<String> for TransportChoice {
-    type Error = Error;
-
-    fn try_from(text: String) -> Result<Self> {
-        text.parse()
-    }
-}
-
-impl fmt::Display for TransportChoice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Auto => f.write_str("auto"),
-            Self::Prefer(name) => write!(f, "prefer:{name}"),
-            Self::Require(name) => write!(f, "require:{name}"),
-        }
-    }
-}
-
-impl From<TransportChoice> for String {
-    fn from(choice: TransportChoice) -> Self {
-        choice.to_string()
     }
 }
 

@@ -227,15 +227,30 @@ mod tests {
 
     const ME: &str = "us:1";
 
+    /// A grant, and both ends of a client's slots.
+    struct World {
+        _table: Table,
+        token: GrantToken,
+        theirs: PeerTable,
+        owner: ClientSlots,
+        slots: Arc<Slots>,
+    }
+
+    impl World {
+        fn new() -> Self {
+            let table = Table::new(4).unwrap();
+            let token = GrantToken { handle: 2, secret: 1 };
+            let terms = Terms { region: RegionId(1), address: 0, len: 1, access: Access::Read, peer: None };
+            table.publish(token, &terms).unwrap();
+            let theirs = PeerTable::map(table.file(), 4).unwrap();
+            let (fd, owner) = ClientSlots::new().unwrap();
+            Self { _table: table, token, theirs, owner, slots: Arc::new(Slots::map(fd).unwrap()) }
+        }
+    }
+
     #[test]
     fn the_owner_sees_what_is_held_and_when_it_is_not() {
-        let table = Table::new(4).unwrap();
-        let token = GrantToken { handle: 2, secret: 1 };
-        let terms = Terms { region: RegionId(1), address: 0, len: 1, access: Access::Read, peer: None };
-        table.publish(token, &terms).unwrap();
-        let theirs = PeerTable::map(table.file(), 4).unwrap();
-        let (fd, owner) = ClientSlots::new().unwrap();
-        let slots = Arc::new(Slots::map(fd).unwrap());
+        let World { _table, token, theirs, owner, slots } = World::new();
         let key = Key::of(token).unwrap();
         let me = PeerHash::of(ME);
 
@@ -252,13 +267,7 @@ mod tests {
 
     #[test]
     fn nothing_is_announced_after_the_end_and_what_was_before_is_seen() {
-        let table = Table::new(4).unwrap();
-        let token = GrantToken { handle: 2, secret: 1 };
-        let terms = Terms { region: RegionId(1), address: 0, len: 1, access: Access::Read, peer: None };
-        table.publish(token, &terms).unwrap();
-        let theirs = PeerTable::map(table.file(), 4).unwrap();
-        let (fd, owner) = ClientSlots::new().unwrap();
-        let slots = Arc::new(Slots::map(fd).unwrap());
+        let World { _table, token, theirs, owner, slots } = World::new();
         let (key, me) = (Key::of(token).unwrap(), PeerHash::of(ME));
 
         let before = slots.claim();

@@ -22,15 +22,21 @@ fn hello() -> Hello {
     Hello::new(Features::NONE, None)
 }
 
-/// A WRITE of the first node that the second does not hear of, and its path.
-fn written_to_silence() -> ([Node; 2], Relay, PathId, Slice) {
-    let here = Node::with("here:1", lively(300), hello());
+/// A path of the first node to memory of the second, which hears nothing from now on.
+fn path_to_silence(liveness_ms: u64) -> ([Node; 2], Relay, PathId, Memory, GrantToken) {
+    let here = Node::with("here:1", lively(liveness_ms), hello());
     let there = Node::new("there:1");
     let relay = Relay::to(there.port());
     let path = here.connect(&relay.instead_of(&there.desc));
     let memory = Memory::new(4096);
     let (_, token) = there.publish(memory, Access::ReadWrite);
     relay.silence_for_ever();
+    ([here, there], relay, path, memory, token)
+}
+
+/// A WRITE of the first node that the second does not hear of, and its path.
+fn written_to_silence() -> ([Node; 2], Relay, PathId, Slice) {
+    let ([here, there], relay, path, memory, token) = path_to_silence(300);
     let slice = write(memory.part(0, 64), memory.address(), token);
     here.submit_all(path, &[slice]);
     ([here, there], relay, path, slice)
@@ -120,13 +126,7 @@ fn an_idle_connection_that_was_dropped_silently_does_not_fail_the_next_request()
 
 #[test]
 fn a_silent_peer_is_gone_within_the_liveness_time() {
-    let here = Node::with("here:1", lively(600), hello());
-    let there = Node::new("there:1");
-    let relay = Relay::to(there.port());
-    let path = here.connect(&relay.instead_of(&there.desc));
-    let memory = Memory::new(4096);
-    let (_, token) = there.publish(memory, Access::ReadWrite);
-    relay.silence_for_ever();
+    let ([here, there], _relay, path, memory, token) = path_to_silence(600);
     let began = Instant::now();
     let (writing, reading) = (
         write(memory.part(0, 64), memory.address(), token),
