@@ -11,6 +11,7 @@ use rustix::event::epoll::EventFlags;
 use socket2::{Domain, Socket, Type};
 
 use crate::config::TcpConfig;
+use crate::flow::{Inflow, Outflow};
 use crate::hello::{Answer, Call, LaneKey, told_by_peer};
 use crate::intake::{DIRECT, Intake};
 use crate::lane::{Driver, Lane, want};
@@ -18,7 +19,7 @@ use crate::lane_state::Piece;
 use crate::outbox::{MAX_FRAMES, Outbox};
 use crate::placement::{Place, Placed, Placement};
 use crate::sys::SEND_CHUNK;
-use crate::wire::{self, OPENING_BYTES, RESPONSE_BYTES, Response};
+use crate::wire::{self, OPENING_BYTES, RESPONSE_BYTES, Request, Response};
 
 /// The most bytes that one call sends: the headers come along, so that no piece leaves a tail for another call.
 const SEND_MOST: usize = SEND_CHUNK + (64 << 10);
@@ -54,6 +55,7 @@ pub(crate) struct LaneIo {
     interest: EventFlags,
     outbox: Outbox,
     intake: Intake,
+    inflow: Inflow,
     /// The READ whose data is coming in, and where it goes.
     placement: Option<(u64, Placement)>,
     /// Whether long payloads are coming in, so that receiving ahead would only copy them.
@@ -83,6 +85,7 @@ impl LaneIo {
             interest: EventFlags::empty(),
             outbox: Outbox::new(),
             intake: Intake::new(),
+            inflow: Inflow::default(),
             placement: None,
             long: false,
             sent: 0,
@@ -271,6 +274,8 @@ impl LaneIo {
             return Ok(());
         }
         if let Link::Greeting { socket, .. } = std::mem::replace(&mut self.link, Link::None) {
+            self.outbox.reset(Outflow::of(&socket, 0));
+            self.inflow = Inflow::of(&socket);
             self.link = Link::Up { socket };
         }
         (self.heard, self.silent_ticks, self.spoke) = (Instant::now(), 0, true);
@@ -302,9 +307,13 @@ impl LaneIo {
             self.silent_ticks = 0;
             self.attempts = lane.core.config.reconnect_attempts;
             turn += received;
+            self.inflow.received(received);
             self.parse(lane)?;
             if self.placement.is_none() && !self.long && received < RECEIVE {
                 // The socket is most likely empty; if not, the reactor is told again.
+                return Ok(());
+            }
+            if self.inflow.is_due() {
                 return Ok(());
             }
         }
@@ -337,6 +346,10 @@ impl LaneIo {
             }
             match response {
                 Response::Pong => self.intake.take(RESPONSE_BYTES),
+                Response::Taken { bytes } => {
+                    self.intake.take(RESPONSE_BYTES);
+                    self.outbox.flow().taken(bytes)?;
+                }
                 Response::Ack { id } => {
                     self.intake.take(RESPONSE_BYTES);
                     lane.with_state(|state| state.acknowledge(id, &mut self.done))?;
@@ -365,7 +378,10 @@ impl LaneIo {
         let mut turn = 0;
         loop {
             let Link::Up { socket } = &self.link else { return Ok(false) };
-            if self.outbox.is_empty() {
+            if self.outbox.wants_frames() {
+                if let Some(bytes) = self.inflow.tell() {
+                    self.outbox.push_bare(Request::Taken { bytes });
+                }
                 lane.with_state(|state| state.cut(&mut self.pieces, MAX_FRAMES, SEND_CHUNK));
                 for piece in self.pieces.drain(..) {
                     // SAFETY: the slice is in flight until the holder of the baton completes it, who clears the
@@ -385,6 +401,10 @@ impl LaneIo {
                     turn += went;
                     self.spoke = true;
                     self.sent = ended.unwrap_or(self.sent);
+                    if self.outbox.flow().is_short() {
+                        // The peer's word is looked for before more is sent.
+                        return Ok(true);
+                    }
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     self.set_interest(lane, EventFlags::IN | EventFlags::OUT)?;
@@ -406,7 +426,7 @@ impl LaneIo {
             return Err(self.silent("an answer"));
         }
         if !self.spoke && self.outbox.is_empty() {
-            self.outbox.push_ping();
+            self.outbox.push_bare(Request::Ping);
         }
         self.spoke = false;
         Ok(())
@@ -475,7 +495,7 @@ impl LaneIo {
 
     /// Closes the connection at once, and forgets what was on its way.
     fn drop_link(&mut self) {
-        self.outbox.clear();
+        self.outbox.reset(Outflow::plain());
         self.intake.clear();
         self.placement = None;
         self.sent = 0;

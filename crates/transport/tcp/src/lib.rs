@@ -3,6 +3,7 @@
 mod address;
 mod checksum;
 mod config;
+mod flow;
 #[cfg(any(test, feature = "fuzzing"))]
 #[doc(hidden)]
 pub mod fuzzing;
@@ -17,6 +18,7 @@ mod path;
 mod placement;
 mod reactor;
 mod serve;
+mod stage;
 mod sys;
 mod transport;
 mod warmth;

@@ -8,9 +8,9 @@ use std::sync::Arc;
 use posthorse_core::HostView;
 
 use crate::checksum;
+use crate::flow::Outflow;
 use crate::lane_state::Piece;
 use crate::sys;
-use crate::warmth::Warmth;
 use crate::wire::{REQUEST_BYTES, Request, Sum};
 
 /// The most frames in an outbox: a header and a payload each for one `sendmsg`.
@@ -38,7 +38,7 @@ pub(crate) struct Outbox {
     frames: VecDeque<Frame>,
     /// Bytes of the first frame that are sent.
     sent: usize,
-    warmth: Warmth,
+    flow: Outflow,
     views: Vec<HostView>,
 }
 
@@ -47,18 +47,29 @@ impl Outbox {
         Self {
             frames: VecDeque::with_capacity(MAX_FRAMES + 1),
             sent: 0,
-            warmth: Warmth::default(),
+            flow: Outflow::plain(),
             views: Vec::with_capacity(sys::MAX_VIEWS + 2),
         }
     }
 
-    pub(crate) fn clear(&mut self) {
+    /// Forgets everything, and goes on with another connection.
+    pub(crate) fn reset(&mut self, flow: Outflow) {
         self.frames.clear();
         self.sent = 0;
-        self.warmth = Warmth::default();
+        self.flow = flow;
     }
 
+    pub(crate) const fn flow(&mut self) -> &mut Outflow {
+        &mut self.flow
+    }
+
+    /// Whether nothing is left to send.
     pub(crate) fn is_empty(&self) -> bool {
+        self.wants_frames() && self.flow.pending() == 0
+    }
+
+    /// Whether all frames are sent, but perhaps for what is pending in the flow.
+    pub(crate) fn wants_frames(&self) -> bool {
         self.frames.is_empty()
     }
 
@@ -88,15 +99,16 @@ impl Outbox {
         self.frames.push_back(frame);
     }
 
-    pub(crate) fn push_ping(&mut self) {
-        self.frames.push_back(Frame { header: Request::Ping.encode(), payload: Payload::None, ends: None });
+    /// Appends a request that neither has a payload nor ends a slice.
+    pub(crate) fn push_bare(&mut self, request: Request) {
+        self.frames.push_back(Frame { header: request.encode(), payload: Payload::None, ends: None });
     }
 
-    /// Sends as much as the socket takes in one call of about `limit` bytes at most. Returns how many bytes went,
+    /// Sends as much as the connection takes in one call of about `limit` bytes at most. Returns how many bytes went,
     /// and the last id that went whole.
     ///
     /// # Errors
-    /// As `sendmsg(2)`.
+    /// As [`Outflow::send`].
     pub(crate) fn send(&mut self, socket: BorrowedFd<'_>, limit: usize) -> io::Result<(usize, Option<u64>)> {
         self.views.clear();
         let mut total = 0;
@@ -112,8 +124,6 @@ impl Outbox {
                 if let Ok(rest) = part.slice(skipped, len)
                     && !rest.is_empty()
                 {
-                    // SAFETY: as below.
-                    unsafe { self.warmth.load(total, rest) };
                     total += rest.len();
                     self.views.push(rest);
                 }
@@ -121,8 +131,7 @@ impl Outbox {
         }
         // SAFETY: the headers and byte payloads lie in our frames, which do not move meanwhile; the memory is
         // allocated by the promise of whoever pushed it.
-        let went = unsafe { sys::send_from(socket, &self.views) }?;
-        self.warmth.sent(went);
+        let went = unsafe { self.flow.send(socket, &self.views) }?;
         let mut left = self.sent + went;
         let mut ended = None;
         while let Some(frame) = self.frames.front() {
@@ -178,7 +187,7 @@ mod tests {
                 });
                 outbox.push(Piece::Notify { id: 2, data: b"hi"[..].into() });
             }
-            outbox.push_ping();
+            outbox.push_bare(Request::Ping);
             let (mut ended, mut got) = (Vec::new(), Vec::new());
             while !outbox.is_empty() {
                 let (went, end) = outbox.send(a.as_fd(), limit).unwrap();

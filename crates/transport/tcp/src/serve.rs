@@ -13,11 +13,11 @@ use rustix::event::epoll::EventFlags;
 
 use crate::checksum;
 use crate::config::TcpConfig;
+use crate::flow::{Inflow, Outflow};
 use crate::hello::{Call, LaneClass, LaneKey, shorten};
 use crate::intake::{DIRECT, Intake};
 use crate::placement::{Place, Placed, Placement};
 use crate::sys::{self, SEND_CHUNK};
-use crate::warmth::Warmth;
 use crate::wire::{MAX_MESSAGE, MAX_PIECE, REQUEST_BYTES, RESPONSE_BYTES, Request, Response, Sum};
 
 /// How many bytes of answers may wait before no further request is begun.
@@ -30,6 +30,8 @@ const TURN: usize = 8 << 20;
 const RECEIVE: usize = 256 << 10;
 /// About how many bytes of a long READ the first call sends, so that the consumer begins to copy early.
 const SEND_FIRST: usize = 64 << 10;
+/// How many READs may wait for the one that is being answered.
+const READS: usize = 1024;
 /// How many refused notifications of a lane are remembered.
 const REMEMBERED: usize = 1024;
 /// The longest silence that a peer may claim for itself, in milliseconds.
@@ -50,6 +52,8 @@ pub(crate) struct Serve {
     interest: EventFlags,
     peer: String,
     intake: Intake,
+    inflow: Inflow,
+    outflow: Outflow,
     incoming: Incoming,
     /// Whether long payloads are coming in, so that receiving ahead would only copy them.
     long: bool,
@@ -60,6 +64,8 @@ pub(crate) struct Serve {
     output: Vec<u8>,
     sent: usize,
     sending: Option<Sending>,
+    /// READs that come after it.
+    reads: VecDeque<Read>,
     /// Whether the socket took no more when we last tried.
     full: bool,
     /// Whether the turn ended although requests that have come could still be handled.
@@ -88,14 +94,25 @@ struct Sending {
     /// Bytes sent, and the end of the piece that was announced.
     done: usize,
     announced: usize,
-    warmth: Warmth,
     revoked: bool,
+}
+
+/// A READ that has its turn later.
+#[derive(Debug)]
+struct Read {
+    id: u64,
+    address: u64,
+    len: u64,
+    token: Option<GrantToken>,
+    checksum: Checksum,
 }
 
 impl Serve {
     pub(crate) fn new(call: Call, socket: TcpStream, welcome: Vec<u8>, config: &TcpConfig) -> Self {
         Self {
             key: call.key,
+            inflow: Inflow::of(&socket),
+            outflow: Outflow::of(&socket, welcome.len()),
             socket,
             interest: EventFlags::empty(),
             peer: call.name,
@@ -107,6 +124,7 @@ impl Serve {
             output: welcome,
             sent: 0,
             sending: None,
+            reads: VecDeque::new(),
             full: false,
             stalled: false,
             heard: Instant::now(),
@@ -153,8 +171,15 @@ impl Serve {
                 Ok(received) => {
                     (self.heard, self.silent_ticks) = (Instant::now(), 0);
                     turn += received;
+                    self.inflow.received(received);
                     drained = !self.long && received < RECEIVE;
                 }
+                // It was only asked for what the peer has taken, and the socket has room still.
+                Err(error)
+                    if error.kind() == io::ErrorKind::WouldBlock
+                        && self.outflow.is_short()
+                        && self.is_blocked()
+                        && !self.full => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
                 Err(error) => return Err(broken(&error)),
             }
@@ -193,7 +218,7 @@ impl Serve {
     }
 
     fn is_blocked(&self) -> bool {
-        self.sent < self.output.len() || self.sending.is_some()
+        self.sent < self.output.len() || self.sending.is_some() || self.outflow.pending() > 0
     }
 
     fn receive(&mut self) -> io::Result<usize> {
@@ -215,13 +240,30 @@ impl Serve {
         loop {
             match std::mem::replace(&mut self.incoming, Incoming::Header) {
                 Incoming::Header => {
-                    if self.sending.is_some() || self.output.len() >= OUTPUT {
-                        return Ok(false);
+                    let busy = self.sending.is_some() || self.output.len() >= OUTPUT;
+                    if !busy && let Some(read) = self.reads.pop_front() {
+                        self.begin_read(&read, context);
+                        continue;
                     }
-                    let Some(header) = self.intake.peek::<REQUEST_BYTES>() else { return Ok(true) };
+                    let Some(header) = self.intake.peek::<REQUEST_BYTES>() else { return Ok(!busy) };
                     let request = Request::decode(header)?;
-                    self.intake.take(REQUEST_BYTES);
-                    self.begin(request, context, config)?;
+                    match request {
+                        // What the peer says about a READ comes behind the READs that it has asked for already.
+                        Request::Read { id, address, len, token, checksum } if busy => {
+                            if self.reads.len() == READS {
+                                return Ok(false);
+                            }
+                            self.reads.push_back(Read { id, address, len, token, checksum });
+                            self.intake.take(REQUEST_BYTES);
+                        }
+                        Request::Write { .. } | Request::Notify { .. } | Request::Ping if busy => {
+                            return Ok(false);
+                        }
+                        request => {
+                            self.intake.take(REQUEST_BYTES);
+                            self.begin(request, context, config)?;
+                        }
+                    }
                 }
                 Incoming::Piece { id, last, mut placement } => {
                     // SAFETY: the place is admitted memory, which is entered for each touch.
@@ -281,20 +323,23 @@ impl Serve {
                     Incoming::Piece { id, last, placement: Placement::new(place, len as usize, sum) };
             }
             Request::Read { id, address, len, token, checksum } => {
-                match admit(context, &self.peer, token, address, len, Access::Read) {
-                    Err(error) => self.refuse(id, &error),
-                    Ok((view, admission)) if len <= COPIED_READ => {
-                        self.copy_read(id, view, &admission, checksum)
-                    }
-                    Ok((view, admission)) => {
-                        let (done, announced, warmth, revoked) = (0, 0, Warmth::default(), false);
-                        self.sending =
-                            Some(Sending { id, checksum, view, admission, done, announced, warmth, revoked });
-                    }
-                }
+                self.begin_read(&Read { id, address, len, token, checksum }, context);
             }
+            Request::Taken { bytes } => self.outflow.taken(bytes)?,
         }
         Ok(())
+    }
+
+    fn begin_read(&mut self, read: &Read, context: &TransportContext) {
+        let Read { id, address, len, token, checksum } = *read;
+        match admit(context, &self.peer, token, address, len, Access::Read) {
+            Err(error) => self.refuse(id, &error),
+            Ok((view, admission)) if len <= COPIED_READ => self.copy_read(id, view, &admission, checksum),
+            Ok((view, admission)) => {
+                let (done, announced, revoked) = (0, 0, false);
+                self.sending = Some(Sending { id, checksum, view, admission, done, announced, revoked });
+            }
+        }
     }
 
     fn end_piece(&mut self, id: u64, last: bool, placed: Placed) {
@@ -375,13 +420,18 @@ impl Serve {
             if let Some(id) = self.due.take() {
                 self.output.extend(Response::Ack { id }.encode());
             }
+            if self.sending.is_none()
+                && let Some(bytes) = self.inflow.tell()
+            {
+                self.output.extend(Response::Taken { bytes }.encode());
+            }
             self.announce();
             let output = HostView::of(&self.output[self.sent..]);
-            let went = match &mut self.sending {
-                None if output.is_empty() => return Ok(total),
+            let went = match &self.sending {
+                None if !self.is_blocked() => return Ok(total),
                 // SAFETY: our own buffer.
-                None => unsafe { sys::send_from(self.socket.as_fd(), &[output]) },
-                Some(sending) => sending.send(&self.socket, output),
+                None => unsafe { self.outflow.send(self.socket.as_fd(), &[output]) },
+                Some(sending) => sending.send(&self.socket, &mut self.outflow, output),
             };
             let went = match went {
                 Ok(went) => went,
@@ -405,9 +455,8 @@ impl Serve {
             }
             if let Some(sending) = &mut self.sending {
                 sending.done += went - of_output;
-                sending.warmth.sent(went - of_output);
             }
-            if total >= TURN {
+            if total >= TURN || self.outflow.is_short() {
                 return Ok(total);
             }
         }
@@ -444,21 +493,18 @@ impl Serve {
 
 impl Sending {
     /// Sends `output` and what is announced; filler in its place when the owner has closed the memory meanwhile.
-    fn send(&mut self, socket: &TcpStream, output: HostView) -> io::Result<usize> {
+    fn send(&self, socket: &TcpStream, flow: &mut Outflow, output: HostView) -> io::Result<usize> {
         const FILLER: [u8; 4096] = [0; 4096];
         let most = if self.done == 0 { SEND_FIRST } else { SEND_CHUNK };
         let len = (self.announced - self.done).min(most);
         if let (Ok(piece), Some(_inside)) = (self.view.slice(self.done, len), self.admission.enter()) {
             // SAFETY: the output is our own; inside, the memory is allocated.
-            return unsafe {
-                self.warmth.load(0, piece);
-                sys::send_from(socket.as_fd(), &[output, piece])
-            };
+            return unsafe { flow.send(socket.as_fd(), &[output, piece]) };
         }
         // The end of the READ, which finds the memory closed too, tells the peer that it got filler.
         let filler = HostView::of(&FILLER[..len.min(FILLER.len())]);
         // SAFETY: both are our own.
-        unsafe { sys::send_from(socket.as_fd(), &[output, filler]) }
+        unsafe { flow.send(socket.as_fd(), &[output, filler]) }
     }
 }
 

@@ -9,6 +9,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
 use posthorse_core::HostView;
+use rustix::pipe::SpliceFlags;
 
 /// How many views one call takes at most (`IOV_MAX` of Linux).
 pub(crate) const MAX_VIEWS: usize = 1024;
@@ -54,6 +55,64 @@ pub(crate) unsafe fn receive_into(socket: BorrowedFd<'_>, views: &[HostView]) ->
         // SAFETY: as in `send_from`; the caller promises that the memory may be written.
         unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) }
     })
+}
+
+/// Has a pipe refer to the bytes of `view`, as many as it has room for, and returns how many (`vmsplice(2)`).
+///
+/// # Errors
+/// `WouldBlock` when it has room for none; whatever else the system says.
+///
+/// # Safety
+/// The view is allocated during the call.
+pub(crate) unsafe fn refer(pipe: BorrowedFd<'_>, view: HostView) -> io::Result<usize> {
+    let vector = libc::iovec { iov_base: view.as_ptr().cast(), iov_len: view.len() };
+    // SAFETY: the caller's promise; the system holds on to the pages, not to the addresses.
+    let referred = unsafe { libc::vmsplice(pipe.as_raw_fd(), &raw const vector, 1, libc::SPLICE_F_NONBLOCK) };
+    usize::try_from(referred).map_err(|_| io::Error::last_os_error())
+}
+
+/// Moves at most `len` bytes from a pipe into a socket that does not block, by reference where the system can
+/// (`splice(2)`). As with [`send_from`], no signal says that the peer has closed the connection.
+///
+/// # Errors
+/// `WouldBlock` when the socket takes nothing now; whatever else the pipe or the socket says.
+pub(crate) fn splice(pipe: BorrowedFd<'_>, socket: BorrowedFd<'_>, len: usize) -> io::Result<usize> {
+    let flags = SpliceFlags::NONBLOCK;
+    without_sigpipe(|| rustix::pipe::splice(pipe, None, socket, None, len, flags).map_err(io::Error::from))
+}
+
+/// Calls `act` and takes the `SIGPIPE` that may come of it: `splice(2)` has no flag that keeps it away, and it would end
+/// a program that neither ignores nor handles it.
+fn without_sigpipe<R>(act: impl FnOnce() -> R) -> R {
+    // SAFETY: any bytes are a set of signals; these are emptied before they are used.
+    let [mut only, mut pending, mut before] = unsafe { std::mem::zeroed::<[libc::sigset_t; 3]>() };
+    // SAFETY: the sets are our own. The mask is this thread's, and is as before when the call returns.
+    unsafe {
+        libc::sigemptyset(&raw mut only);
+        libc::sigaddset(&raw mut only, libc::SIGPIPE);
+        libc::sigpending(&raw mut pending);
+        libc::pthread_sigmask(libc::SIG_BLOCK, &raw const only, &raw mut before);
+        let outcome = act();
+        // One that was there before is not ours. Ours may be there even if part of the bytes went.
+        if libc::sigismember(&raw const pending, libc::SIGPIPE) != 1 {
+            let at_once = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+            libc::sigtimedwait(&raw const only, std::ptr::null_mut(), &raw const at_once);
+        }
+        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const before, std::ptr::null_mut());
+        outcome
+    }
+}
+
+/// Copies the start of `from` to the start of `to`, as much as both have, and returns how much.
+///
+/// # Safety
+/// Both are allocated during the call, and apart. Nothing that Rust knows of refers to the bytes of `to`, and nothing
+/// that Rust knows of writes to `from`.
+pub(crate) unsafe fn copy(from: HostView, to: HostView) -> usize {
+    let len = from.len().min(to.len());
+    // SAFETY: the caller's promise.
+    unsafe { std::ptr::copy_nonoverlapping(from.as_ptr().cast_const(), to.as_ptr(), len) };
+    len
 }
 
 /// Copies `bytes` to the start of `to`, as far as they fit.

@@ -8,6 +8,9 @@
 //! memory answers with responses (32 bytes each, a payload behind DATA and NACK). Requests are handled in
 //! order. A slice of any length travels as pieces of at most [`MAX_PIECE`] bytes under one id.
 //!
+//! When both ends of a connection have one IP address, each says by TAKEN, at least once in [`TAKEN_EVERY`] bytes, how
+//! many it has taken from the connection, those of the openings not counted: the other may then use its memory anew.
+//!
 //! ```text
 //! request     0 kind  1 flags  2 zero[6]   8 id  16 address  24 length  32 token[16]  48 checksum  56 zero[8]
 //! response    0 kind  1 flags  2 code[2]  4 length[4]  8 id  16 checksum  24 zero[8]
@@ -33,15 +36,19 @@ pub(crate) const MAX_NOTIFY: usize = 1 << 20;
 pub(crate) const MAX_SLICE: u64 = 1 << 40;
 /// The longest message of a NACK.
 pub(crate) const MAX_MESSAGE: usize = 512;
+/// After how many bytes at the latest an end says what it has taken, where it says so at all.
+pub(crate) const TAKEN_EVERY: u64 = 512 << 10;
 
 const WRITE: u8 = 1;
 const READ: u8 = 2;
 const NOTIFY: u8 = 3;
 const PING: u8 = 4;
+const TAKEN_BY_INITIATOR: u8 = 5;
 const ACK: u8 = 0x81;
 const NACK: u8 = 0x82;
 const DATA: u8 = 0x83;
 const PONG: u8 = 0x84;
+const TAKEN_BY_OWNER: u8 = 0x85;
 
 const CHECKSUM_MASK: u8 = 0b11;
 const TOKEN: u8 = 0b100;
@@ -70,6 +77,8 @@ pub(crate) enum Request {
     Notify { id: u64, len: usize },
     /// Answered by PONG.
     Ping,
+    /// So many bytes of responses were taken from the connection. Not answered.
+    Taken { bytes: u64 },
 }
 
 /// What the owner of the memory answers.
@@ -83,6 +92,8 @@ pub(crate) enum Response {
     Data { id: u64, len: u64, sum: Sum },
     /// The owner is there.
     Pong,
+    /// So many bytes of requests were taken from the connection.
+    Taken { bytes: u64 },
 }
 
 impl Request {
@@ -98,6 +109,7 @@ impl Request {
             }
             Self::Notify { id, len } => (NOTIFY, 0, id, 0, len as u64, None, 0),
             Self::Ping => (PING, 0, 0, 0, 0, None, 0),
+            Self::Taken { bytes } => (TAKEN_BY_INITIATOR, 0, 0, 0, bytes, None, 0),
         };
         bytes[0] = kind;
         bytes[1] = flags | if token.is_some() { TOKEN } else { 0 };
@@ -140,7 +152,8 @@ impl Request {
                 Ok(Self::Notify { id, len: len as usize })
             }
             PING => Ok(Self::Ping),
-            other => Err(malformed("the kind of a request", other.into(), "1 to 4")),
+            TAKEN_BY_INITIATOR => Ok(Self::Taken { bytes: len }),
+            other => Err(malformed("the kind of a request", other.into(), "1 to 5")),
         }
     }
 }
@@ -153,6 +166,7 @@ impl Response {
             Self::Nack { id, code, len } => (NACK, 0, code, len as u32, id, 0),
             Self::Data { id, len, sum } => (DATA, mode_bits(sum.mode), 0, len as u32, id, sum.value),
             Self::Pong => (PONG, 0, 0, 0, 0, 0),
+            Self::Taken { bytes } => (TAKEN_BY_OWNER, 0, 0, 0, bytes, 0),
         };
         bytes[0] = kind;
         bytes[1] = flags;
@@ -181,7 +195,8 @@ impl Response {
                 Ok(Self::Data { id, len, sum })
             }
             PONG => Ok(Self::Pong),
-            other => Err(malformed("the kind of a response", other.into(), "129 to 132")),
+            TAKEN_BY_OWNER => Ok(Self::Taken { bytes: id }),
+            other => Err(malformed("the kind of a response", other.into(), "129 to 133")),
         }
     }
 }
@@ -294,6 +309,7 @@ mod tests {
             ),
             (any::<u64>(), 0..=MAX_NOTIFY).prop_map(|(id, len)| Request::Notify { id, len }),
             Just(Request::Ping),
+            any::<u64>().prop_map(|bytes| Request::Taken { bytes }),
         ]
     }
 
@@ -308,6 +324,7 @@ mod tests {
             }),
             (any::<u64>(), 1..=MAX_PIECE, sum).prop_map(|(id, len, sum)| Response::Data { id, len, sum }),
             Just(Response::Pong),
+            any::<u64>().prop_map(|bytes| Response::Taken { bytes }),
         ]
     }
 
@@ -342,7 +359,7 @@ mod tests {
     #[test]
     fn the_frames_are_those_of_the_golden_file() {
         let sum = Sum { mode: Checksum::Full, value: 0xa1a2_a3a4_a5a6_a7a8 };
-        let frames: [(&str, Vec<u8>); 9] = [
+        let frames: [(&str, Vec<u8>); 11] = [
             ("opening", opening(b"{}").unwrap()),
             (
                 "write",
@@ -375,6 +392,8 @@ mod tests {
             ("nack", Response::Nack { id: 8, code: 105, len: 3 }.encode().to_vec()),
             ("data", Response::Data { id: 8, len: MAX_PIECE, sum }.encode().to_vec()),
             ("pong", Response::Pong.encode().to_vec()),
+            ("taken_by_initiator", Request::Taken { bytes: 1 << 33 }.encode().to_vec()),
+            ("taken_by_owner", Response::Taken { bytes: 1 << 33 }.encode().to_vec()),
         ];
         let text: String = frames
             .iter()

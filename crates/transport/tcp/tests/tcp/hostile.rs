@@ -94,6 +94,7 @@ fn hostile_bytes_cost_their_connection_and_nothing_else() {
             header(2, 0, 0),
             header(3, 0, 1 << 21),
             header(3, 0, (64 << 10) + 1),
+            header(5, 0, 1),
             [header(1, 0, 8), vec![0; 8], header(1, 0, 8), vec![0; 8]].concat(),
             // Half a payload and then nothing.
             [header(1, 8, 1000), vec![0; 10]].concat(),
@@ -177,6 +178,15 @@ fn silent_connections_make_room_however_long_a_silence_they_claim() {
 
 #[test]
 fn a_peer_that_answers_what_it_was_not_asked_loses_its_path() {
+    let (mut acknowledged, mut taken) = ([0; 32], [0; 32]);
+    (acknowledged[0], acknowledged[8]) = (0x81, 77);
+    (taken[0], taken[8]) = (0x85, 1);
+    for answer in [acknowledged, taken] {
+        a_liar_loses_its_path(answer);
+    }
+}
+
+fn a_liar_loses_its_path(answer: [u8; 32]) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
     let here = Node::new("here:1");
@@ -186,7 +196,7 @@ fn a_peer_that_answers_what_it_was_not_asked_loses_its_path() {
     // Detached: how many lanes get as far as dialling depends on when the first is found out.
     std::thread::spawn(move || {
         for socket in listener.incoming() {
-            std::thread::spawn(move || lie(socket.unwrap()));
+            std::thread::spawn(move || lie(socket.unwrap(), answer));
         }
     });
     // It may have gone down before `connect` returned.
@@ -197,8 +207,8 @@ fn a_peer_that_answers_what_it_was_not_asked_loses_its_path() {
     assert_eq!(error.kind(), ErrorKind::Malformed, "{error}");
 }
 
-/// Welcomes whoever calls, and acknowledges a request that was never made.
-fn lie(mut socket: TcpStream) {
+/// Welcomes whoever calls, and answers a request that was never made.
+fn lie(mut socket: TcpStream, lie: [u8; 32]) {
     let mut start = [0; 12];
     socket.read_exact(&mut start).unwrap();
     let mut body = vec![0; u32::from_le_bytes([start[8], start[9], start[10], start[11]]) as usize];
@@ -209,9 +219,7 @@ fn lie(mut socket: TcpStream) {
     let mut answer = b"PSTHORSE".to_vec();
     answer.extend((welcome.len() as u32).to_le_bytes());
     answer.extend(welcome.as_bytes());
-    let mut ack = [0; 32];
-    (ack[0], ack[8]) = (0x81, 77);
-    answer.extend(ack);
+    answer.extend(lie);
     let _ = socket.write_all(&answer);
     let _ = socket.read_to_end(&mut Vec::new());
 }
