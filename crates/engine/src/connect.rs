@@ -29,7 +29,7 @@ impl Inner {
             && peer.incarnation == known
             && peer.ended().is_none()
         {
-            return self.reach(&peer, deadline).map(|_| Segment { peer });
+            return self.reach(&peer, Route::Auto, deadline).map(|_| Segment { peer });
         }
         let desc = self.directory.lookup(name, deadline)?;
         if let (Some(wanted), Some(found)) = (known, desc.incarnation)
@@ -42,7 +42,7 @@ impl Inner {
             .with_peer(name));
         }
         let peer = self.adopt(desc)?;
-        self.reach(&peer, deadline).map(|_| Segment { peer })
+        self.reach(&peer, Route::Auto, deadline).map(|_| Segment { peer })
     }
 
     /// The peer of a descriptor: the one we know, if it is the same life of it, else a new one.
@@ -83,15 +83,21 @@ impl Inner {
         self.relaunch(stranded);
     }
 
-    /// Waits until there is a path to the peer for requests without a route. What failed before is tried again.
-    pub(crate) fn reach(self: &Arc<Self>, peer: &Arc<Peer>, deadline: Deadline) -> Result<Arc<PathEntry>> {
+    /// Waits until there is a path to the peer for requests with this route. What failed before is tried again.
+    pub(crate) fn reach(
+        self: &Arc<Self>,
+        peer: &Arc<Peer>,
+        route: Route,
+        deadline: Deadline,
+    ) -> Result<Arc<PathEntry>> {
         let started = Instant::now();
+        let route = self.route(route);
         loop {
             // Where the engine is shut down meanwhile, nobody connects any more.
             self.check_open()?;
-            match peer.choose(self.default_route(), |_, failed| failed < started) {
+            match peer.choose(route, |_, failed| failed < started) {
                 Decision::Use(path, _) => return Ok(path),
-                Decision::None => return Err(self.no_path(peer, self.default_route())),
+                Decision::None => return Err(self.no_path(peer, route)),
                 Decision::Connect(transport) => {
                     self.connect(peer, transport);
                     let settled = || !peer.is_connecting(transport) || peer.ended().is_some();
@@ -202,7 +208,8 @@ impl Inner {
                 self.peers.insert_local(make)
             }
         };
-        self.reach(&peer, Deadline::after(self.config.connect_timeout())).map(|_| Segment { peer })
+        self.reach(&peer, Route::Auto, Deadline::after(self.config.connect_timeout()))
+            .map(|_| Segment { peer })
     }
 
     /// Ends the runs of submissions that are being called off, wherever they wait.

@@ -62,7 +62,7 @@ impl Inner {
     }
 
     /// The route of a request, with the engine's own where the request leaves it open.
-    fn route(&self, route: Route) -> Route {
+    pub(crate) fn route(&self, route: Route) -> Route {
         if route == Route::Auto { self.default_route() } else { route }
     }
 

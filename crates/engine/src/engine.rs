@@ -259,8 +259,7 @@ impl TransferEngine {
     pub fn best_transport(&self, segment: &Segment, route: Route) -> Option<(String, Capabilities)> {
         let inner = self.inner();
         inner.fork.check().ok()?;
-        let route = if route == Route::Auto { inner.default_route() } else { route };
-        let transport = match segment.peer.choose(route, |_, _| false) {
+        let transport = match segment.peer.choose(inner.route(route), |_, _| false) {
             Decision::Use(path, _) => Arc::clone(&path.transport),
             Decision::Connect(id) => {
                 inner.transports.installed().into_iter().find(|slot| slot.id == id)?.transport
@@ -288,16 +287,16 @@ impl TransferEngine {
         self.inner().transports.route_with(theirs, precedence)
     }
 
-    /// A peer's memory under a grant, to be read in place, where a path allows that. The peer cannot take it back
-    /// until the lease is dropped, or this process is gone.
+    /// A peer's memory under a grant, to be read in place, where a path that `route` allows can do that. The peer cannot
+    /// take it back until the lease is dropped, or this process is gone.
     ///
     /// # Errors
     /// `Unsupported` when the transport to the peer lends no memory; `AccessDenied` for a grant that has ended;
     /// `NoPath`.
-    pub fn lease(&self, segment: &Segment, grant: &GrantDesc) -> Result<LeasedMemory> {
+    pub fn lease(&self, segment: &Segment, route: Route, grant: &GrantDesc) -> Result<LeasedMemory> {
         let inner = self.inner();
         inner.check_open()?;
-        let path = inner.reach(&segment.peer, Deadline::after(inner.config.connect_timeout()))?;
+        let path = inner.reach(&segment.peer, route, Deadline::after(inner.config.connect_timeout()))?;
         LeasedMemory::new(path.transport.lease(path.info.id, grant)?)
     }
 

@@ -176,7 +176,7 @@ fn a_lease_reads_the_peers_memory_in_place() {
     let registered = owner.register(Arc::clone(&region) as _, Access::None).unwrap();
     let mut grant = registered.grant(4096, 8192, Access::Read, Some(reader.name())).unwrap();
     let segment = reader.open(owner.name(), soon()).unwrap();
-    let lease = reader.lease(&segment, grant.desc()).unwrap();
+    let lease = reader.lease(&segment, Route::Auto, grant.desc()).unwrap();
     assert_eq!(lease.bytes().unwrap(), &pattern::bytes(3, 1 << 20)[4096..4096 + 8192]);
     let held = grant.revoke(Deadline::after(Duration::from_millis(50))).unwrap_err();
     assert_eq!(held.kind(), ErrorKind::DeadlineExceeded, "the reader still looks at it");
@@ -192,13 +192,13 @@ fn an_engine_and_what_it_lent_are_not_there_in_a_forked_child() {
     let segment = reader.open(owner.name(), soon()).unwrap();
     let unfinished = reader.batch();
     // Taken by the child, which drops it; the parent keeps its own.
-    let mut lease = Some(reader.lease(&segment, grant.desc()).unwrap());
+    let mut lease = Some(reader.lease(&segment, Route::Auto, grant.desc()).unwrap());
     let child = || {
         fn forked<T>(outcome: posthorse_core::Result<T>) -> bool {
             outcome.is_err_and(|error| error.kind() == ErrorKind::Forked)
         }
         let Some(lease) = lease.take() else { return false };
-        let mut well = forked(lease.bytes()) && forked(reader.lease(&segment, grant.desc()));
+        let mut well = forked(lease.bytes()) && forked(reader.lease(&segment, Route::Auto, grant.desc()));
         drop(lease);
         well &= forked(reader.next_notification(Deadline::NEVER)) && reader.notifications().is_empty();
         well &=

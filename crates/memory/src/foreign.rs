@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -15,18 +16,34 @@ pub struct ForeignMemory {
     location: Location,
     writable: bool,
     /// Dropped with the region.
-    _owner: Option<Arc<dyn Any + Send + Sync>>,
+    _owner: Owner,
+}
+
+/// What keeps memory that somebody else made.
+struct Owner(Option<Arc<dyn Any + Send + Sync>>);
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        let owner = self.0.take();
+        // This may be any thread that was the last to need the memory. What it does besides must not end with it.
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| drop(owner))) {
+            let said = panic.downcast_ref::<String>().map(String::as_str);
+            let said = said.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or_default();
+            tracing::error!(said, "the owner of registered memory panicked when it was dropped");
+        }
+    }
 }
 
 impl ForeignMemory {
-    /// A region of `view`. What `owner` holds is kept until the region is dropped.
+    /// A region of `view`. What `owner` holds is kept until the region is dropped. Should its own drop panic then, that
+    /// is logged and goes no further.
     ///
     /// # Safety
     /// Until the region is dropped, the range is allocated and may be read and (unless made
     /// [`read_only`](Self::read_only)) written by any thread, as [`Region`] demands. Either `owner` keeps it
     /// so, or the caller does.
     pub unsafe fn new(view: HostView, owner: Option<Arc<dyn Any + Send + Sync>>) -> Self {
-        Self { view, location: Location::Any, writable: true, _owner: owner }
+        Self { view, location: Location::Any, writable: true, _owner: Owner(owner) }
     }
 
     /// A region of shared bytes, which are kept until it is dropped. Transfers may not write to it.
@@ -170,5 +187,24 @@ mod tests {
         assert_eq!(memory.view().len(), 8);
         drop(memory);
         assert_eq!(Arc::strong_count(&owner), 1);
+    }
+
+    #[test]
+    fn an_owner_that_panics_in_the_end_ends_nothing_else() {
+        struct Bomb(&'static str);
+        impl AsRef<[u8]> for Bomb {
+            fn as_ref(&self) -> &[u8] {
+                self.0.as_bytes()
+            }
+        }
+        impl Drop for Bomb {
+            fn drop(&mut self) {
+                panic!("{}", self.0);
+            }
+        }
+        drop([
+            ForeignMemory::shared(Bytes::from_owner(Bomb("a"))),
+            ForeignMemory::shared(Bytes::from_owner(Bomb("b"))),
+        ]);
     }
 }

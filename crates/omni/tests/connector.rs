@@ -349,13 +349,23 @@ fn a_payload_whose_end_panics_ends_nothing_else() {
             panic!("a payload's own end");
         }
     }
+    let bomb = || Bytes::from_owner(Bomb(vec![1; 4 << 20]));
     let pair = Pair::by("shm");
-    let bytes = Bytes::from_owner(Bomb(vec![1; 4 << 20]));
-    pair.sender.put(&edge(), "bomb", bytes, PutOptions::default()).unwrap();
+    pair.sender.put(&edge(), "bomb", bomb(), PutOptions::default()).unwrap();
     assert!(pair.sender.cleanup(&edge(), "bomb").unwrap());
+    let mut set = TensorSet::new();
+    for name in ["a", "b"] {
+        set.push_shared(name, DType::U8, &[4 << 20], bomb()).unwrap();
+    }
+    pair.sender.put(&edge(), "bombs", &set, PutOptions::default()).unwrap();
+    drop(set);
+    pair.get("bombs").unwrap();
     pair.put("k", b"x");
     assert_eq!(pair.get("k").unwrap().bytes().unwrap(), b"x");
     pair.assert_whole();
+    // Nobody gets this one: it ends when the connector is closed.
+    pair.sender.put(&edge(), "last", bomb(), PutOptions::default()).unwrap();
+    pair.sender.close();
 }
 
 #[test]
@@ -366,6 +376,7 @@ fn what_either_end_requires_of_the_transport_holds() {
         ("prefer:tcp", "auto", Ok("tcp")),
         ("auto", "require:tcp", Ok("tcp")),
         ("prefer:tcp", "require:shm", Ok("shm")),
+        ("require:shm", "prefer:tcp", Ok("shm")),
         ("require:tcp", "prefer:shm", Ok("tcp")),
         ("prefer:tcp", "prefer:shm", Ok("shm")),
         ("prefer:shm", "prefer:tcp", Ok("tcp")),

@@ -214,8 +214,10 @@ impl Inner {
         self.remember(&get.address, same_host);
         let received = match (want, same_host, &offered.grant) {
             (Want::Read, true, Some(grant)) if get.lease => {
-                let region =
-                    self.engine.lease(&segment, grant).inspect_err(|_| self.give_up(get, Want::Read))?;
+                let region = self
+                    .engine
+                    .lease(&segment, route, grant)
+                    .inspect_err(|_| self.give_up(get, Want::Read))?;
                 let lease = Lease::new(region, renewal);
                 Ok(Received::leased(lease, size, offered.manifest.clone(), transport))
             }
@@ -390,11 +392,7 @@ impl Inner {
     /// A slot, the grant of it, and the request that asks the producer to write there.
     fn prepare_slot(&self, get: &Get, size: u64, offered: &Offered) -> Result<(ReceiveSlot, Grant, Vec<u8>)> {
         let slot = self.alloc(size, get.deadline)?.into_slot();
-        let grant = {
-            let memory = self.memory.lock();
-            let memory = memory.as_ref().ok_or_else(closed)?;
-            memory.grant(slot.offset(), size, Access::Write, Some(&offered.segment))?
-        };
+        let grant = self.memory()?.grant(slot.offset(), size, Access::Write, Some(&offered.segment))?;
         let left = get.deadline.remaining(Instant::now());
         let (host, port) = self.engine_address();
         let request = Request::Pull(Pull {

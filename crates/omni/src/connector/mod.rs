@@ -85,7 +85,7 @@ pub(crate) struct Inner {
     /// Whether the engine was made for this connector, and ends with it.
     owns_engine: bool,
     pool: Pool,
-    memory: Mutex<Option<RegisteredMemory>>,
+    memory: Mutex<Option<Arc<RegisteredMemory>>>,
     /// The pool's memory, for requests.
     pool_range: LocalRange,
     copier: CopyPool,
@@ -170,7 +170,7 @@ impl ConnectorBuilder {
         let plane = ControlPlane::start(config.control_limits())?;
         let inner = Arc::new(Inner {
             pool_range: memory.at(0),
-            memory: Mutex::new(Some(memory)),
+            memory: Mutex::new(Some(Arc::new(memory))),
             copier: CopyPool::new(CopyPool::default_helpers())?,
             sources: Sources::default(),
             workers: Workers::start(config.workers as usize)?,
@@ -354,7 +354,8 @@ impl Owner {
         let serving: Vec<_> = inner.state.lock().serving.drain().collect();
         drop(serving);
         inner.fencing.lock().clear();
-        let memory = inner.memory.lock().take();
+        // A get that grants a part of it just now lets go of it soon, and finds the pool closed.
+        let memory = inner.memory.lock().take().and_then(Arc::into_inner);
         if let Some(memory) = memory
             && let Err(error) = memory.unregister(fence)
         {
@@ -367,6 +368,14 @@ impl Owner {
 }
 
 impl Inner {
+    /// The pool's memory. No lock is held while it is used, which may wait for a device.
+    ///
+    /// # Errors
+    /// `Closed`.
+    fn memory(&self) -> Result<Arc<RegisteredMemory>> {
+        self.memory.lock().clone().ok_or_else(get::closed)
+    }
+
     /// Whether this is a forked child: no thread of the connector is there, nor its memory, and locks may be held for
     /// ever.
     fn is_forked(&self) -> bool {

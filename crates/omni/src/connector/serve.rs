@@ -1,6 +1,5 @@
 //! How a producer answers its consumers.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -90,12 +89,7 @@ impl Inner {
 
     fn carry_out_one(&self, action: Action<Arc<Stored>>) {
         match action {
-            Action::Release(stored) => {
-                // A payload may hold what the application made, whose end may panic: that must not end our loop.
-                if catch_unwind(AssertUnwindSafe(|| drop(stored))).is_err() {
-                    tracing::error!("the end of a payload panicked");
-                }
-            }
+            Action::Release(stored) => drop(stored),
             Action::Found(pull, found) => {
                 let parked = self.state.lock().parked.remove(&pull);
                 match parked {
@@ -261,9 +255,7 @@ impl Inner {
     }
 
     fn lend(&self, pull: &PullId, offset: u64, stored: &Arc<Stored>) -> Result<Lent> {
-        let memory = self.memory.lock();
-        let memory = memory.as_ref().ok_or_else(closed)?;
-        let grant = memory.grant(offset, stored.len, Access::Read, Some(&pull.consumer))?;
+        let grant = self.memory()?.grant(offset, stored.len, Access::Read, Some(&pull.consumer))?;
         Ok(Lent { grant, _stored: Arc::clone(stored) })
     }
 

@@ -103,7 +103,8 @@ pub(super) struct Source {
     /// Taken when it is dropped.
     memory: Option<RegisteredMemory>,
     range: LocalRange,
-    bytes: Bytes,
+    /// Which the memory keeps.
+    len: usize,
 }
 
 impl Drop for Source {
@@ -131,13 +132,13 @@ impl Sources {
     pub(super) fn share(&self, engine: &TransferEngine, bytes: &Bytes) -> Result<Arc<Source>> {
         let address = bytes.as_ptr().addr();
         let known = self.by_address.lock().get(&address).and_then(Weak::upgrade);
-        if let Some(source) = known.filter(|source| source.bytes.len() == bytes.len()) {
+        if let Some(source) = known.filter(|source| source.len == bytes.len()) {
             return Ok(source);
         }
         // Two threads may come here with the same bytes: one of them is told of the overlap, and copies.
         let memory = engine.register(Arc::new(ForeignMemory::shared(bytes.clone())), Access::None)?;
         let range = memory.at(0);
-        let source = Arc::new(Source { memory: Some(memory), range, bytes: bytes.clone() });
+        let source = Arc::new(Source { memory: Some(memory), range, len: bytes.len() });
         let mut by_address = self.by_address.lock();
         if by_address.len() >= 1024 {
             by_address.retain(|_, source| source.strong_count() > 0);

@@ -44,6 +44,8 @@ pub struct TcpConfig {
     pub notify_bytes: usize,
     /// The sockets' send and receive buffers, in bytes; zero leaves them to the system.
     pub socket_buffer_bytes: usize,
+    /// Whether long slices go by reference where both ends of a connection have one address.
+    pub by_reference: bool,
     /// How long a thread polls after the last activity before it sleeps, in microseconds; zero never polls.
     pub spin_us: u64,
     /// How long a peer may be silent before it counts as gone, in milliseconds.
@@ -74,6 +76,7 @@ impl Default for TcpConfig {
             notify_slots: 256,
             notify_bytes: 64 << 10,
             socket_buffer_bytes: 4 << 20,
+            by_reference: true,
             spin_us: 50,
             liveness_ms: 3000,
             connect_timeout_ms: 2000,

@@ -1,27 +1,33 @@
 //! The two directions of a connection as streams of bytes: what is sent, and what is taken.
 
 use std::io;
-use std::net::{IpAddr, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::os::fd::BorrowedFd;
+use std::sync::atomic::AtomicUsize;
+use std::sync::{Arc, LazyLock};
 
 use posthorse_core::{Error, ErrorKind, HostView, Result};
 use rustix::net::sockopt::set_tcp_congestion;
 
-use crate::stage::Stage;
+use crate::config::TcpConfig;
+use crate::stage::{SHORTEST, Stage};
 use crate::sys;
 use crate::warmth::Warmth;
 use crate::wire::TAKEN_EVERY;
 
-/// Less than this is sent from where it lies.
-const STAGED: usize = 64 << 10;
+/// After how many ticks of the clock without a byte a stage is given back.
+const IDLE_TICKS: u8 = 20;
 
-/// Whether the two ends of a connection have one address, and so are on one host.
-fn is_within_a_host(socket: &TcpStream) -> bool {
-    let canonical = |address: io::Result<std::net::SocketAddr>| -> Option<IpAddr> {
-        address.ok().map(|address| address.ip().to_canonical())
-    };
-    let own = canonical(socket.local_addr());
-    own.is_some() && own == canonical(socket.peer_addr())
+/// How many stages this process has.
+static STAGES: LazyLock<Arc<AtomicUsize>> = LazyLock::new(Arc::default);
+
+/// Whether this end of a connection would say what it has taken, so that the other may send by reference: both have one
+/// address, as the ends of a connection within a host do. The other end has to find that too, since a translator of
+/// addresses can make it look so to one of them.
+pub(crate) fn tells_taken(socket: &TcpStream, config: &TcpConfig) -> bool {
+    let ip = |address: io::Result<SocketAddr>| address.ok().map(|address| address.ip().to_canonical());
+    let own = ip(socket.local_addr());
+    config.by_reference && own.is_some() && own == ip(socket.peer_addr())
 }
 
 /// What goes out on a connection.
@@ -34,26 +40,51 @@ pub(crate) struct Outflow {
     position: u64,
     taken: u64,
     warmth: Warmth,
+    /// Where we were at the last tick, and how many ticks before that.
+    rested: u64,
+    idle_ticks: u8,
 }
 
 #[derive(Debug)]
 enum Staging {
     /// Everything is sent from where it lies.
-    None,
-    /// It begins with the first long call.
+    Never,
+    /// There was nothing long to send yet, or not for some time.
     Possible,
+    /// There was.
+    Wanted,
+    /// The system did not give it.
+    Refused,
     Open(Box<Stage>),
+}
+
+/// What a call of [`Outflow::send`] came to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Sent {
+    /// How many bytes of the views may be changed now: they are sent, or pending.
+    pub(crate) done: usize,
+    /// How many bytes the socket took, be they of the views or pending before.
+    pub(crate) went: usize,
 }
 
 impl Outflow {
     /// For a connection on which everything is sent from where it lies.
     pub(crate) fn plain() -> Self {
-        Self { staging: Staging::None, opening: 0, position: 0, taken: 0, warmth: Warmth::default() }
+        Self {
+            staging: Staging::Never,
+            opening: 0,
+            position: 0,
+            taken: 0,
+            warmth: Warmth::default(),
+            rested: 0,
+            idle_ticks: 0,
+        }
     }
 
-    /// For a connection on which so many bytes of our opening are still to be sent.
-    pub(crate) fn of(socket: &TcpStream, opening: usize) -> Self {
-        if !is_within_a_host(socket) {
+    /// For a connection on which so many bytes of our opening are still to be sent, and whose ends both say what they
+    /// have taken or neither.
+    pub(crate) fn new(socket: &TcpStream, opening: usize, tells_taken: bool) -> Self {
+        if !tells_taken {
             return Self { opening, ..Self::plain() };
         }
         // Nothing is lost within a host. A congestion control that paces what is sent, as BBR does, only costs timers
@@ -72,58 +103,93 @@ impl Outflow {
         matches!(&self.staging, Staging::Open(stage) if stage.is_short())
     }
 
-    /// Sends from `views` without waiting, behind what is pending. Returns how many bytes it is done with: they may be
-    /// changed, though some may still be pending.
+    /// Makes what sending needs and takes a while to make. Not for the threads of callers.
+    pub(crate) fn prepare(&mut self) {
+        if matches!(self.staging, Staging::Wanted) {
+            self.staging =
+                Stage::open(&STAGES).map_or(Staging::Refused, |stage| Staging::Open(Box::new(stage)));
+        }
+    }
+
+    /// Time has passed: gives back what was not used, and tries again for what was refused.
+    pub(crate) fn tick(&mut self) {
+        let idle = self.position == self.rested && self.pending() == 0;
+        self.rested = self.position;
+        self.idle_ticks = if idle { self.idle_ticks.saturating_add(1) } else { 0 };
+        match self.staging {
+            Staging::Refused => self.staging = Staging::Possible,
+            Staging::Open(_) if self.idle_ticks >= IDLE_TICKS => self.staging = Staging::Possible,
+            _ => {}
+        }
+    }
+
+    /// Sends from `views` without waiting, behind what is pending.
     ///
     /// # Errors
     /// `WouldBlock` when the socket takes nothing now; whatever else the socket says.
     ///
     /// # Safety
-    /// Every view is allocated during the call.
-    pub(crate) unsafe fn send(&mut self, socket: BorrowedFd<'_>, views: &[HostView]) -> io::Result<usize> {
-        self.flush(socket)?;
-        // SAFETY: the caller's promise.
-        let mut done = unsafe { self.stage(views) };
-        if done > 0 {
-            match self.flush(socket) {
-                Err(error) if error.kind() != io::ErrorKind::WouldBlock => return Err(error),
-                _ => {}
-            }
-        } else if !views.is_empty() {
-            let mut before = 0;
-            for view in views {
-                // SAFETY: the caller's promise.
-                unsafe { self.warmth.load(before, *view) };
-                before += view.len();
-            }
-            // SAFETY: the caller's promise.
-            done = unsafe { sys::send_from(socket, views) }?;
-            self.warmth.sent(done);
+    /// Every view is allocated during the call, and nothing that Rust knows of writes to it.
+    pub(crate) unsafe fn send(&mut self, socket: BorrowedFd<'_>, views: &[HostView]) -> io::Result<Sent> {
+        let went = self.flush(socket)?;
+        let len = views.iter().map(|view| view.len()).sum::<usize>();
+        if self.pending() > 0 || len == 0 {
+            return Ok(Sent { done: 0, went });
         }
-        let opening = done.min(self.opening);
-        self.opening -= opening;
-        self.position += (done - opening) as u64;
-        Ok(done)
+        // SAFETY: the caller's promise.
+        let staged = if len >= SHORTEST { unsafe { self.stage(views) } } else { 0 };
+        let sent = if staged > 0 {
+            self.count(staged);
+            self.flush(socket)
+        } else {
+            // SAFETY: the caller's promise.
+            unsafe { self.copy(socket, views) }.inspect(|copied| self.count(*copied))
+        };
+        match sent {
+            Ok(now) => Ok(Sent { done: if staged > 0 { staged } else { now }, went: went + now }),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock && staged + went > 0 => {
+                Ok(Sent { done: staged, went })
+            }
+            Err(error) => Err(error),
+        }
     }
 
     /// # Safety
     /// As for [`Outflow::send`].
     unsafe fn stage(&mut self, views: &[HostView]) -> usize {
-        if self.opening > 0 || views.iter().map(|view| view.len()).sum::<usize>() < STAGED {
-            return 0;
-        }
-        if matches!(self.staging, Staging::Possible) {
-            self.staging = Stage::open().map_or(Staging::None, |stage| Staging::Open(Box::new(stage)));
-        }
         match &mut self.staging {
             // SAFETY: the caller's promise.
-            Staging::Open(stage) => unsafe { stage.fill(self.position, views) },
-            Staging::None | Staging::Possible => 0,
+            Staging::Open(stage) if self.opening == 0 => unsafe { stage.fill(self.position, views) },
+            Staging::Possible => {
+                self.staging = Staging::Wanted;
+                0
+            }
+            _ => 0,
         }
     }
 
-    fn flush(&mut self, socket: BorrowedFd<'_>) -> io::Result<()> {
-        if let Staging::Open(stage) = &mut self.staging { stage.flush(socket) } else { Ok(()) }
+    /// # Safety
+    /// As for [`Outflow::send`].
+    unsafe fn copy(&mut self, socket: BorrowedFd<'_>, views: &[HostView]) -> io::Result<usize> {
+        let mut before = 0;
+        for view in views {
+            // SAFETY: the caller's promise.
+            unsafe { self.warmth.load(before, *view) };
+            before += view.len();
+        }
+        // SAFETY: the caller's promise.
+        unsafe { sys::send_from(socket, views) }
+    }
+
+    fn count(&mut self, done: usize) {
+        let opening = done.min(self.opening);
+        self.opening -= opening;
+        self.position += (done - opening) as u64;
+        self.warmth.sent(done);
+    }
+
+    fn flush(&mut self, socket: BorrowedFd<'_>) -> io::Result<usize> {
+        if let Staging::Open(stage) = &mut self.staging { stage.flush(socket) } else { Ok(0) }
     }
 
     /// The peer says that it has taken so many bytes.
@@ -154,8 +220,9 @@ pub(crate) struct Inflow {
 }
 
 impl Inflow {
-    pub(crate) fn of(socket: &TcpStream) -> Self {
-        Self { tells: is_within_a_host(socket), taken: 0, told: 0 }
+    /// For a connection whose ends both say what they have taken or neither.
+    pub(crate) const fn new(tells_taken: bool) -> Self {
+        Self { tells: tells_taken, taken: 0, told: 0 }
     }
 
     /// So many bytes were received.
@@ -181,14 +248,15 @@ impl Inflow {
 #[cfg(test)]
 mod tests {
     use std::io::{ErrorKind as IoErrorKind, Read};
-    use std::net::{SocketAddr, TcpListener};
+    use std::net::{IpAddr, SocketAddr, TcpListener};
     use std::os::fd::AsFd;
-    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::atomic::Ordering;
     use std::sync::mpsc;
 
     use socket2::{Domain, SockAddr, Socket, Type};
 
     use super::*;
+    use crate::stage::BLOCKS;
 
     const HERE: [u8; 4] = [127, 0, 0, 1];
 
@@ -208,7 +276,7 @@ mod tests {
     }
 
     /// Sends a stream in calls of many lengths, each from memory that is overwritten right behind it, to a reader that
-    /// says what it has taken whenever `tells` says so. Returns how often the sender wanted to know.
+    /// says what it has taken whenever `tells` says so. Returns how many calls went by reference.
     fn stream(tells: impl Fn(u64) -> bool + Send + 'static) -> usize {
         const TOTAL: u64 = 24 << 20;
         let (a, mut b) = pair(HERE, HERE);
@@ -226,42 +294,46 @@ mod tests {
                 }
             }
         });
-        let mut flow = Outflow::of(&a, 0);
-        let (mut at, mut short) = (0, 0);
+        let mut flow = Outflow::new(&a, 0, true);
+        let (mut at, mut referred) = (0, 0);
         while at < TOTAL || flow.pending() > 0 {
+            flow.prepare();
             for bytes in told.try_iter() {
                 flow.taken(bytes).unwrap();
             }
-            short += usize::from(flow.is_short());
+            let by_reference = matches!(flow.staging, Staging::Open(_)) && !flow.is_short();
             let mut memory = part(at, (1 + (at * 31) % 400_000).min(TOTAL - at) as usize);
             let (head, tail) = memory.split_at(memory.len() / 3);
             // SAFETY: the vector lives through the call.
             match unsafe { flow.send(a.as_fd(), &[HostView::of(head), HostView::of(tail)]) } {
-                Ok(done) => at += done as u64,
+                Ok(sent) => {
+                    at += sent.done as u64;
+                    referred += usize::from(by_reference && sent.done > 0 && memory.len() >= SHORTEST);
+                }
                 Err(error) => assert_eq!(error.kind(), IoErrorKind::WouldBlock),
             }
             memory.fill(0xee);
         }
         reader.join().unwrap();
-        assert!(matches!(flow.staging, Staging::Open(_)));
-        short
+        referred
     }
 
     #[test]
     fn every_byte_arrives_as_it_was_whatever_the_peer_says_it_has_taken_and_when() {
-        stream(|_| true);
+        assert!(stream(|_| true) > BLOCKS);
         stream(|at| at % 5 == 0);
-        // A peer that never says anything is sent to all the same.
-        assert!(stream(|_| false) > 0);
+        // A peer that never says anything is sent to all the same, though each block is filled only once.
+        assert_eq!(stream(|_| false), BLOCKS);
     }
 
     #[test]
     fn only_what_was_sent_can_have_been_taken() {
         let (a, _b) = pair(HERE, HERE);
-        let mut flow = Outflow::of(&a, 5);
+        let mut flow = Outflow::new(&a, 5, true);
         // SAFETY: the vectors live through the calls.
         let send = |flow: &mut Outflow, len: usize| unsafe {
-            flow.send(a.as_fd(), &[HostView::of(&vec![1; len])]).unwrap()
+            flow.prepare();
+            flow.send(a.as_fd(), &[HostView::of(&vec![1; len])]).unwrap().done
         };
         // The first five bytes are our opening.
         assert_eq!(send(&mut flow, 105), 105);
@@ -283,22 +355,63 @@ mod tests {
     }
 
     #[test]
-    fn the_peer_is_told_after_so_many_bytes_if_it_is_on_this_host() {
-        let (a, b) = pair(HERE, HERE);
-        let mut inflow = Inflow::of(&b);
+    fn the_peer_is_told_after_so_many_bytes_if_that_was_agreed() {
+        let mut inflow = Inflow::new(true);
         inflow.received(TAKEN_EVERY as usize - 1);
         assert_eq!(inflow.tell(), None);
         inflow.received(2);
         assert!(inflow.is_due());
         assert_eq!((inflow.tell(), inflow.tell()), (Some(TAKEN_EVERY + 1), None));
-        drop((a, b));
-        let (a, b) = pair([127, 0, 0, 2], HERE);
-        let (mut outflow, mut inflow) = (Outflow::of(&a, 0), Inflow::of(&b));
+        let mut inflow = Inflow::new(false);
         inflow.received(2 * TAKEN_EVERY as usize);
-        assert_eq!(inflow.tell(), None, "they have two addresses");
-        // SAFETY: the vector lives through the call.
-        unsafe { outflow.send(a.as_fd(), &[HostView::of(&vec![1; 2 * STAGED])]) }.unwrap();
-        assert!(matches!(outflow.staging, Staging::None));
+        assert_eq!(inflow.tell(), None);
+    }
+
+    #[test]
+    fn it_is_agreed_between_two_ends_with_one_address_unless_it_is_not_wanted() {
+        let config = TcpConfig::default();
+        let (a, b) = pair(HERE, HERE);
+        assert!(tells_taken(&a, &config) && tells_taken(&b, &config));
+        assert!(!tells_taken(&a, &TcpConfig { by_reference: false, ..config.clone() }));
+        let (a, b) = pair([127, 0, 0, 2], HERE);
+        assert!(!tells_taken(&a, &config) && !tells_taken(&b, &config));
+        let mut flow = Outflow::new(&a, 0, false);
+        for _ in 0..2 {
+            flow.prepare();
+            // SAFETY: the vector lives through the call.
+            unsafe { flow.send(a.as_fd(), &[HostView::of(&vec![1; SHORTEST])]) }.unwrap();
+        }
+        assert!(matches!(flow.staging, Staging::Never));
+    }
+
+    #[test]
+    fn a_stage_is_opened_for_what_is_long_and_given_back_when_it_is_idle() {
+        let (a, _b) = pair(HERE, HERE);
+        let mut flow = Outflow::new(&a, 0, true);
+        let send = |flow: &mut Outflow, len: usize| {
+            // SAFETY: the vector lives through the call.
+            unsafe { flow.send(a.as_fd(), &[HostView::of(&vec![1; len])]) }.unwrap();
+            flow.prepare();
+        };
+        send(&mut flow, SHORTEST - 1);
+        assert!(matches!(flow.staging, Staging::Possible));
+        send(&mut flow, SHORTEST);
+        assert!(matches!(flow.staging, Staging::Open(_)));
+        for _ in 0..IDLE_TICKS {
+            flow.tick();
+        }
+        assert!(
+            matches!(flow.staging, Staging::Open(_)),
+            "the first of these ticks ended a time that was not idle"
+        );
+        flow.tick();
+        assert!(matches!(flow.staging, Staging::Possible));
+        flow.staging = Staging::Refused;
+        send(&mut flow, SHORTEST);
+        assert!(matches!(flow.staging, Staging::Refused));
+        flow.tick();
+        send(&mut flow, SHORTEST);
+        assert!(matches!(flow.staging, Staging::Open(_)));
     }
 
     static SIGNALS: AtomicUsize = AtomicUsize::new(0);
@@ -312,9 +425,12 @@ mod tests {
         // SAFETY: the handler does nothing but count, and Rust's own choice is restored.
         let before = unsafe { libc::signal(libc::SIGPIPE, count as *const () as libc::sighandler_t) };
         let (a, b) = pair(HERE, HERE);
+        let mut flow = Outflow::new(&a, 0, true);
+        flow.staging = Staging::Wanted;
+        flow.prepare();
+        assert!(matches!(flow.staging, Staging::Open(_)));
         drop(b);
-        let mut flow = Outflow::of(&a, 0);
-        let memory = vec![1; 2 * STAGED];
+        let memory = vec![1; 2 * SHORTEST];
         let error = loop {
             // SAFETY: the vector lives through the call.
             match unsafe { flow.send(a.as_fd(), &[HostView::of(&memory)]) } {

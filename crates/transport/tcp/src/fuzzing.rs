@@ -81,11 +81,13 @@ mod tests {
             key: LaneKey { session: [1, u64::MAX], lane: 2 },
             class: LaneClass::Express,
             liveness_ms: 3000,
+            tells_taken: true,
         };
         let welcome = Answer::Welcome {
             hello: Hello::new(Features(3), None),
             incarnation: Incarnation(u64::MAX),
             known: true,
+            tells_taken: true,
         };
         let refused = Answer::refusal(&Error::new(ErrorKind::VersionMismatch, "versions 1 to 1, not 2"));
         let mut seeds = frames();

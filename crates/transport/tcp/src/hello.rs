@@ -37,6 +37,9 @@ pub(crate) struct Call {
     pub(crate) class: LaneClass,
     /// After how long the initiator takes the owner for gone, in milliseconds: it speaks more often than that.
     pub(crate) liveness_ms: u64,
+    /// Whether the initiator would say what it has taken from the connection.
+    #[serde(default)]
+    pub(crate) tells_taken: bool,
 }
 
 /// The owner's opening.
@@ -49,6 +52,9 @@ pub(crate) enum Answer {
         incarnation: Incarnation,
         /// Whether the lane was open before in this life of the owner, so that it knows what it has delivered.
         known: bool,
+        /// Whether both ends say what they have taken from the connection: the initiator would, and the owner does.
+        #[serde(default)]
+        tells_taken: bool,
     },
     /// It is not, and why.
     Refused { code: u16, message: String },
@@ -138,6 +144,7 @@ mod tests {
             key: LaneKey { session: [1, u64::MAX], lane: 2 },
             class: LaneClass::Bulk,
             liveness_ms: 3000,
+            tells_taken: true,
         }
     }
 
@@ -151,6 +158,7 @@ mod tests {
                 hello: Hello::new(Features(3), Some("x".into())),
                 incarnation: Incarnation(u64::MAX),
                 known: true,
+                tells_taken: true,
             },
             Answer::refusal(&Error::new(ErrorKind::VersionMismatch, "no")),
         ] {

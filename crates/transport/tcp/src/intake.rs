@@ -8,7 +8,7 @@ use posthorse_core::HostView;
 use crate::sys;
 
 /// How much is received in one call at most, beside what goes straight to its place.
-const STAGING: usize = 256 << 10;
+const BUFFER: usize = 256 << 10;
 /// A payload of at least this many bytes is received straight into its place; a shorter one is copied there,
 /// which costs less than a call of its own.
 pub(crate) const DIRECT: usize = 32 << 10;
@@ -25,7 +25,7 @@ pub(crate) struct Intake {
 
 impl Intake {
     pub(crate) fn new() -> Self {
-        Self { buffer: vec![0; STAGING].into_boxed_slice(), start: 0, end: 0 }
+        Self { buffer: vec![0; BUFFER].into_boxed_slice(), start: 0, end: 0 }
     }
 
     pub(crate) fn clear(&mut self) {
@@ -114,7 +114,7 @@ mod tests {
         intake.take(3);
         assert_eq!(intake.bytes(), b"3");
         assert_eq!(intake.peek::<2>(), None);
-        assert_eq!(intake.receive(b.as_fd(), STAGING).unwrap(), 6);
+        assert_eq!(intake.receive(b.as_fd(), BUFFER).unwrap(), 6);
         assert_eq!(intake.bytes(), b"3456789");
         intake.take(7);
         a.write_all(b"abcdef").unwrap();
@@ -130,12 +130,12 @@ mod tests {
         let mut intake = Intake::new();
         while !intake.is_full() {
             a.write_all(&[7; 4096]).unwrap();
-            intake.receive(b.as_fd(), STAGING).unwrap();
+            intake.receive(b.as_fd(), BUFFER).unwrap();
         }
-        assert_eq!(intake.bytes().len(), STAGING);
+        assert_eq!(intake.bytes().len(), BUFFER);
         intake.take(1);
         a.write_all(&[8]).unwrap();
-        assert_eq!(intake.receive(b.as_fd(), STAGING).unwrap(), 1);
+        assert_eq!(intake.receive(b.as_fd(), BUFFER).unwrap(), 1);
         assert_eq!(intake.bytes().last(), Some(&8));
     }
 }

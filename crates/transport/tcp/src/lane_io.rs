@@ -11,18 +11,16 @@ use rustix::event::epoll::EventFlags;
 use socket2::{Domain, Socket, Type};
 
 use crate::config::TcpConfig;
-use crate::flow::{Inflow, Outflow};
+use crate::flow::{self, Inflow, Outflow};
 use crate::hello::{Answer, Call, LaneKey, told_by_peer};
 use crate::intake::{DIRECT, Intake};
 use crate::lane::{Driver, Lane, want};
 use crate::lane_state::Piece;
 use crate::outbox::{MAX_FRAMES, Outbox};
 use crate::placement::{Place, Placed, Placement};
-use crate::sys::SEND_CHUNK;
+use crate::sys::{SEND_CHUNK, SEND_MOST};
 use crate::wire::{self, OPENING_BYTES, RESPONSE_BYTES, Request, Response};
 
-/// The most bytes that one call sends: the headers come along, so that no piece leaves a tail for another call.
-const SEND_MOST: usize = SEND_CHUNK + (64 << 10);
 /// How many bytes are sent or received in one go before other lanes have their turn.
 const TURN: usize = 8 << 20;
 /// How many bytes a caller of `submit` sends before it leaves the rest to the reactor.
@@ -169,6 +167,7 @@ impl LaneIo {
         if wants & want::TICK != 0 {
             self.tick(lane)?;
         }
+        self.outbox.flow().prepare();
         self.send(lane, TURN)
     }
 
@@ -219,6 +218,7 @@ impl LaneIo {
             key: LaneKey { session: lane.core.session, lane: lane.number },
             class: lane.class,
             liveness_ms: lane.core.config.liveness_ms,
+            tells_taken: flow::tells_taken(socket, &lane.core.config),
         };
         let opening = call.encode()?;
         // A fresh socket's buffer has room for an opening.
@@ -252,11 +252,11 @@ impl LaneIo {
         };
         let answer = Answer::decode(&self.intake.bytes()[OPENING_BYTES..len])?;
         self.intake.take(len);
-        let known = match answer {
+        let (known, tells_taken) = match answer {
             Answer::Refused { code, message } => {
                 return Err(told_by_peer(code, &message, ErrorKind::PeerRefused));
             }
-            Answer::Welcome { hello, incarnation, known } => {
+            Answer::Welcome { hello, incarnation, known, tells_taken } => {
                 lane.core.context.hello.agree(&hello)?;
                 if lane.core.incarnation.is_some_and(|expected| expected != incarnation) {
                     return Err(Error::new(
@@ -264,7 +264,7 @@ impl LaneIo {
                         "another life of the peer answers at its address than the descriptor describes",
                     ));
                 }
-                known
+                (known, tells_taken)
             }
         };
         if let Some(error) = self.ending.take() {
@@ -274,8 +274,9 @@ impl LaneIo {
             return Ok(());
         }
         if let Link::Greeting { socket, .. } = std::mem::replace(&mut self.link, Link::None) {
-            self.outbox.reset(Outflow::of(&socket, 0));
-            self.inflow = Inflow::of(&socket);
+            let tells_taken = tells_taken && flow::tells_taken(&socket, &lane.core.config);
+            self.outbox.reset(Outflow::new(&socket, 0, tells_taken));
+            self.inflow = Inflow::new(tells_taken);
             self.link = Link::Up { socket };
         }
         (self.heard, self.silent_ticks, self.spoke) = (Instant::now(), 0, true);
@@ -314,6 +315,7 @@ impl LaneIo {
                 return Ok(());
             }
             if self.inflow.is_due() {
+                // The peer is told before more is received.
                 return Ok(());
             }
         }
@@ -393,7 +395,8 @@ impl LaneIo {
                 self.set_interest(lane, EventFlags::IN)?;
                 return Ok(false);
             }
-            if turn >= most {
+            // Of a flow that is short, the peer's word is looked for before more is sent.
+            if turn >= most || (turn > 0 && self.outbox.flow().is_short()) {
                 return Ok(true);
             }
             match self.outbox.send(socket.as_fd(), SEND_MOST) {
@@ -401,10 +404,6 @@ impl LaneIo {
                     turn += went;
                     self.spoke = true;
                     self.sent = ended.unwrap_or(self.sent);
-                    if self.outbox.flow().is_short() {
-                        // The peer's word is looked for before more is sent.
-                        return Ok(true);
-                    }
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     self.set_interest(lane, EventFlags::IN | EventFlags::OUT)?;
@@ -425,6 +424,7 @@ impl LaneIo {
         if self.silent_ticks > 2 && self.heard.elapsed() >= patience {
             return Err(self.silent("an answer"));
         }
+        self.outbox.flow().tick();
         if !self.spoke && self.outbox.is_empty() {
             self.outbox.push_bare(Request::Ping);
         }

@@ -18,6 +18,7 @@ mod path;
 mod placement;
 mod reactor;
 mod serve;
+mod slots;
 mod stage;
 mod sys;
 mod transport;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use posthorse_core::HostView;
 
 use crate::checksum;
-use crate::flow::Outflow;
+use crate::flow::{Outflow, Sent};
 use crate::lane_state::Piece;
 use crate::sys;
 use crate::wire::{REQUEST_BYTES, Request, Sum};
@@ -76,7 +76,8 @@ impl Outbox {
     /// Appends a piece.
     ///
     /// # Safety
-    /// The piece's memory stays allocated until the frame is sent or the outbox cleared.
+    /// The piece's memory stays allocated, and nothing that Rust knows of writes to it, until the frame is sent or the
+    /// outbox reset.
     pub(crate) unsafe fn push(&mut self, piece: Piece) {
         let frame = match piece {
             Piece::Write { id, address, token, memory, checksum, last } => {
@@ -105,7 +106,7 @@ impl Outbox {
     }
 
     /// Sends as much as the connection takes in one call of about `limit` bytes at most. Returns how many bytes went,
-    /// and the last id that went whole.
+    /// and the last id with which we are done.
     ///
     /// # Errors
     /// As [`Outflow::send`].
@@ -129,10 +130,10 @@ impl Outbox {
                 }
             }
         }
-        // SAFETY: the headers and byte payloads lie in our frames, which do not move meanwhile; the memory is
-        // allocated by the promise of whoever pushed it.
-        let went = unsafe { self.flow.send(socket, &self.views) }?;
-        let mut left = self.sent + went;
+        // SAFETY: the headers and byte payloads lie in our frames, which neither move nor change meanwhile; the memory
+        // is allocated, and written by nobody that Rust knows of, by the promise of whoever pushed it.
+        let Sent { done, went } = unsafe { self.flow.send(socket, &self.views) }?;
+        let mut left = self.sent + done;
         let mut ended = None;
         while let Some(frame) = self.frames.front() {
             let len = frame.header.len() + frame.payload.view().len();

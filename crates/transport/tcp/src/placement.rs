@@ -88,9 +88,9 @@ impl Placement {
         // SAFETY: as in `take_from`.
         let received = self.touch(len, |view| unsafe { intake.receive_past(socket, view, header) });
         match received {
-            Some(received) => received.map(|(placed, staged)| {
+            Some(received) => received.map(|(placed, behind)| {
                 self.done += placed;
-                placed + staged
+                placed + behind
             }),
             None => {
                 self.place = Place::Nowhere;

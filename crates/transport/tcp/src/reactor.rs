@@ -15,11 +15,13 @@ use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::event::{EventfdFlags, Timespec, eventfd};
 
 use crate::config::TcpConfig;
+use crate::flow;
 use crate::greeting::{Greeting, Step};
 use crate::hello::{Answer, Call, LaneKey};
 use crate::lane::{Driver, Lane, want};
 use crate::lane_io::tune;
 use crate::serve::{Notified, Serve};
+use crate::slots::Slot;
 
 /// The key of the wake-up; listeners come next, then everything else.
 const WAKE: u64 = 0;
@@ -48,24 +50,7 @@ pub(crate) enum Command {
 pub(crate) struct Arrival {
     call: Call,
     socket: TcpStream,
-    place: Place,
-}
-
-/// A place among the accepted connections, given back when dropped.
-#[derive(Debug)]
-struct Place(Arc<AtomicUsize>);
-
-impl Place {
-    fn take(count: &Arc<AtomicUsize>, limit: usize) -> Option<Self> {
-        let place = Self(Arc::clone(count));
-        (count.fetch_add(1, Ordering::Relaxed) < limit).then_some(place)
-    }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
-    }
+    slot: Slot,
 }
 
 /// How other threads reach a reactor.
@@ -164,8 +149,8 @@ pub(crate) struct Reactor {
     listeners: Vec<TcpListener>,
     listening: bool,
     lanes: HashMap<u64, Arc<Lane>>,
-    greetings: BTreeMap<u64, (Greeting, Place)>,
-    served: HashMap<u64, (Serve, Place)>,
+    greetings: BTreeMap<u64, (Greeting, Slot)>,
+    served: HashMap<u64, (Serve, Slot)>,
     sessions: HashMap<LaneKey, Session>,
     /// Sessions in the order in which they lost their connection.
     forgettable: VecDeque<LaneKey>,
@@ -342,7 +327,7 @@ impl Reactor {
 
     fn welcome(&mut self, socket: TcpStream) {
         let limit = self.shared.config.max_connections;
-        let Some(place) = Place::take(&self.shared.connections, limit) else {
+        let Some(slot) = Slot::take(&self.shared.connections, limit) else {
             tracing::warn!(limit, "a connection was refused: max_connections is reached");
             let text = format!("{limit} connections are open; accepted: max_connections");
             return refuse(&socket, &Error::new(ErrorKind::LimitReached, text));
@@ -357,7 +342,7 @@ impl Reactor {
         }
         let key = self.shared.key();
         if self.handle.watch(socket.as_fd(), key, EventFlags::IN).is_ok() {
-            self.greetings.insert(key, (Greeting::new(socket), place));
+            self.greetings.insert(key, (Greeting::new(socket), slot));
         }
     }
 
@@ -368,7 +353,7 @@ impl Reactor {
             Ok(Step::Call(call)) => Ok(call),
             Err(error) => Err(error),
         };
-        let Some((greeting, place)) = self.greetings.remove(&key) else { return };
+        let Some((greeting, slot)) = self.greetings.remove(&key) else { return };
         let socket = greeting.into_socket();
         self.handle.unwatch(socket.as_fd());
         let agreed = outcome.and_then(|call| self.shared.context.hello.agree(&call.hello).map(|_| call));
@@ -379,7 +364,7 @@ impl Reactor {
                 call.key.hash(&mut hasher);
                 let handles = &self.shared.handles;
                 let at = (hasher.finish() % handles.len() as u64) as usize;
-                let arrival = Arrival { call: *call, socket, place };
+                let arrival = Arrival { call: *call, socket, slot };
                 if Arc::ptr_eq(&handles[at], &self.handle) {
                     self.serve(arrival);
                 } else {
@@ -396,14 +381,16 @@ impl Reactor {
     }
 
     fn serve(&mut self, arrival: Arrival) {
-        let Arrival { call, socket, place } = arrival;
+        let Arrival { call, socket, slot } = arrival;
         if self.stopping {
             return;
         }
         let known = self.sessions.contains_key(&call.key);
         let hello = self.shared.context.hello.clone();
         let incarnation = self.shared.context.incarnation;
-        let Ok(welcome) = (Answer::Welcome { hello, incarnation, known }).encode() else { return };
+        let tells_taken = call.tells_taken && flow::tells_taken(&socket, &self.shared.config);
+        let welcome = Answer::Welcome { hello, incarnation, known, tells_taken };
+        let Ok(welcome) = welcome.encode() else { return };
         let key = self.shared.key();
         if self.handle.watch(socket.as_fd(), key, EventFlags::empty()).is_err() {
             return;
@@ -414,7 +401,7 @@ impl Reactor {
             self.served.remove(&old);
         }
         session.connection = Some(key);
-        self.served.insert(key, (Serve::new(call, socket, welcome, &self.shared.config), place));
+        self.served.insert(key, (Serve::new(call, tells_taken, socket, welcome, &self.shared.config), slot));
         self.serve_ready(key);
     }
 

@@ -13,10 +13,11 @@ use rustix::event::epoll::EventFlags;
 
 use crate::checksum;
 use crate::config::TcpConfig;
-use crate::flow::{Inflow, Outflow};
+use crate::flow::{Inflow, Outflow, Sent};
 use crate::hello::{Call, LaneClass, LaneKey, shorten};
 use crate::intake::{DIRECT, Intake};
 use crate::placement::{Place, Placed, Placement};
+use crate::stage;
 use crate::sys::{self, SEND_CHUNK};
 use crate::wire::{MAX_MESSAGE, MAX_PIECE, REQUEST_BYTES, RESPONSE_BYTES, Request, Response, Sum};
 
@@ -28,8 +29,8 @@ const COPIED_READ: u64 = 16 << 10;
 const TURN: usize = 8 << 20;
 /// How many bytes are received in one call between payloads.
 const RECEIVE: usize = 256 << 10;
-/// About how many bytes of a long READ the first call sends, so that the consumer begins to copy early.
-const SEND_FIRST: usize = 64 << 10;
+/// How many bytes of a long READ the first call sends, so that the consumer begins to copy early.
+const SEND_FIRST: usize = stage::SHORTEST;
 /// How many READs may wait for the one that is being answered.
 const READS: usize = 1024;
 /// How many refused notifications of a lane are remembered.
@@ -108,11 +109,18 @@ struct Read {
 }
 
 impl Serve {
-    pub(crate) fn new(call: Call, socket: TcpStream, welcome: Vec<u8>, config: &TcpConfig) -> Self {
+    /// For `call`, which is answered by `welcome`. What the answer says of it: `tells_taken`.
+    pub(crate) fn new(
+        call: Call,
+        tells_taken: bool,
+        socket: TcpStream,
+        welcome: Vec<u8>,
+        config: &TcpConfig,
+    ) -> Self {
         Self {
             key: call.key,
-            inflow: Inflow::of(&socket),
-            outflow: Outflow::of(&socket, welcome.len()),
+            inflow: Inflow::new(tells_taken),
+            outflow: Outflow::new(&socket, welcome.len(), tells_taken),
             socket,
             interest: EventFlags::empty(),
             peer: call.name,
@@ -149,6 +157,7 @@ impl Serve {
         notified: &mut Notified,
         config: &TcpConfig,
     ) -> Result<()> {
+        self.outflow.prepare();
         let mut turn = 0;
         let mut drained = false;
         loop {
@@ -174,14 +183,10 @@ impl Serve {
                     self.inflow.received(received);
                     drained = !self.long && received < RECEIVE;
                 }
-                // It was only asked for what the peer has taken, and the socket has room still.
-                Err(error)
-                    if error.kind() == io::ErrorKind::WouldBlock
-                        && self.outflow.is_short()
-                        && self.is_blocked()
-                        && !self.full => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
-                Err(error) => return Err(broken(&error)),
+                Err(error) if error.kind() != io::ErrorKind::WouldBlock => return Err(broken(&error)),
+                // We stopped sending only to see what the peer has taken. It has not said, so the rest goes by copy.
+                Err(_) if self.outflow.is_short() && self.is_blocked() && !self.full => {}
+                Err(_) => return Ok(()),
             }
         }
     }
@@ -197,6 +202,7 @@ impl Serve {
         if self.silent_ticks > 3 && self.heard.elapsed() >= patience {
             return Err(Error::new(ErrorKind::PeerGone, "the peer was silent past the liveness time"));
         }
+        self.outflow.tick();
         // Bytes are coming in and no answer is due yet: the peer shall not take us for dead meanwhile.
         if !self.spoke && !self.is_blocked() && self.silent_ticks == 1 {
             self.output.extend(Response::Pong.encode());
@@ -420,21 +426,21 @@ impl Serve {
             if let Some(id) = self.due.take() {
                 self.output.extend(Response::Ack { id }.encode());
             }
-            if self.sending.is_none()
+            if self.sending.as_ref().is_none_or(|sending| sending.done == sending.announced)
                 && let Some(bytes) = self.inflow.tell()
             {
                 self.output.extend(Response::Taken { bytes }.encode());
             }
             self.announce();
             let output = HostView::of(&self.output[self.sent..]);
-            let went = match &self.sending {
+            let sent = match &self.sending {
                 None if !self.is_blocked() => return Ok(total),
                 // SAFETY: our own buffer.
                 None => unsafe { self.outflow.send(self.socket.as_fd(), &[output]) },
                 Some(sending) => sending.send(&self.socket, &mut self.outflow, output),
             };
-            let went = match went {
-                Ok(went) => went,
+            let Sent { done, went } = match sent {
+                Ok(sent) => sent,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     self.full = true;
                     return Ok(total);
@@ -444,17 +450,17 @@ impl Serve {
             total += went;
             self.spoke = true;
             // There was no room, and now there is: the peer has taken something.
-            if std::mem::take(&mut self.full) {
+            if went > 0 && std::mem::take(&mut self.full) {
                 (self.heard, self.silent_ticks) = (Instant::now(), 0);
             }
-            let of_output = went.min(output.len());
+            let of_output = done.min(output.len());
             self.sent += of_output;
             if self.sent == self.output.len() {
                 self.output.clear();
                 self.sent = 0;
             }
             if let Some(sending) = &mut self.sending {
-                sending.done += went - of_output;
+                sending.done += done - of_output;
             }
             if total >= TURN || self.outflow.is_short() {
                 return Ok(total);
@@ -493,12 +499,13 @@ impl Serve {
 
 impl Sending {
     /// Sends `output` and what is announced; filler in its place when the owner has closed the memory meanwhile.
-    fn send(&self, socket: &TcpStream, flow: &mut Outflow, output: HostView) -> io::Result<usize> {
+    fn send(&self, socket: &TcpStream, flow: &mut Outflow, output: HostView) -> io::Result<Sent> {
         const FILLER: [u8; 4096] = [0; 4096];
         let most = if self.done == 0 { SEND_FIRST } else { SEND_CHUNK };
         let len = (self.announced - self.done).min(most);
         if let (Ok(piece), Some(_inside)) = (self.view.slice(self.done, len), self.admission.enter()) {
-            // SAFETY: the output is our own; inside, the memory is allocated.
+            // SAFETY: the output is our own; inside, the memory is allocated. It is registered for reading by peers:
+            // nothing that Rust knows of writes to it.
             return unsafe { flow.send(socket.as_fd(), &[output, piece]) };
         }
         // The end of the READ, which finds the memory closed too, tells the peer that it got filler.

@@ -10,42 +10,30 @@
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
 
 use posthorse_core::HostView;
 use posthorse_memory::{HostMemory, MemoryOptions};
 use rustix::pipe::PipeFlags;
 
-use crate::sys::{self, SEND_CHUNK};
+use crate::slots::Slot;
+use crate::sys::{self, SEND_MOST};
+use crate::wire::TAKEN_EVERY;
 
-/// Bytes of a block: what one call sends.
-const BLOCK: usize = SEND_CHUNK + (64 << 10);
-/// How many blocks: together with their neighbours they fit a huge page.
-const BLOCKS: usize = 6;
-/// The size of the pipe, with room for the pages of a block.
-const PIPE_BYTES: usize = 512 << 10;
-/// How many stages a process has at most: each takes 2 MiB, and of the pipes that a user may have.
-const MAX_STAGES: usize = 64;
-
-static STAGES: AtomicUsize = AtomicUsize::new(0);
-
-/// A place among the stages of the process, given back when dropped.
-#[derive(Debug)]
-struct Place;
-
-impl Place {
-    fn take() -> Option<Self> {
-        // Made first, so that it is given back whichever way this ends.
-        let place = Self;
-        (STAGES.fetch_add(1, Ordering::Relaxed) < MAX_STAGES).then_some(place)
-    }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        STAGES.fetch_sub(1, Ordering::Relaxed);
-    }
-}
+/// Less than this is not worth a block.
+pub(crate) const SHORTEST: usize = 96 << 10;
+/// How many blocks.
+pub(crate) const BLOCKS: usize = 6;
+/// The peer has said something before the blocks are all filled, however little is in each.
+const _: () = assert!(BLOCKS * SHORTEST > TAKEN_EVERY as usize);
+/// A huge page, which holds all the blocks.
+const MEMORY: usize = 2 << 20;
+const _: () = assert!(BLOCKS * SEND_MOST <= MEMORY);
+/// The size of the pipe: a user has 64 MiB in all, without privileges.
+const PIPE_BYTES: usize = 256 << 10;
+/// How many stages there are at once.
+const MAX_STAGES: usize = 32;
 
 /// The blocks of one direction of one connection.
 #[derive(Debug)]
@@ -60,14 +48,14 @@ pub(crate) struct Stage {
     /// What is not yet sent of the block that was filled last, and how many of these bytes are in the pipe.
     rest: HostView,
     piped: usize,
-    _place: Place,
+    _slot: Slot,
 }
 
 impl Stage {
-    /// None when there are too many, or the system does not give what it takes.
-    pub(crate) fn open() -> Option<Self> {
-        let place = Place::take()?;
-        let memory = MemoryOptions::new(BLOCK * BLOCKS).allocate().ok()?;
+    /// None when so many are `open` already that there shall be no more, or the system does not give what it takes.
+    pub(crate) fn open(open: &Arc<AtomicUsize>) -> Option<Self> {
+        let slot = Slot::take(open, MAX_STAGES)?;
+        let memory = MemoryOptions::new(MEMORY).allocate().ok()?;
         let (read, write) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK).ok()?;
         rustix::pipe::fcntl_setpipe_size(&write, PIPE_BYTES).ok()?;
         Some(Self {
@@ -77,7 +65,7 @@ impl Stage {
             next: 0,
             rest: HostView::empty(),
             piped: 0,
-            _place: place,
+            _slot: slot,
         })
     }
 
@@ -100,10 +88,10 @@ impl Stage {
         if self.pipe.is_none() || self.pending() > 0 || self.filled.len() == BLOCKS {
             return 0;
         }
-        let Ok(block) = self.memory.host_view().slice(self.next * BLOCK, BLOCK) else { return 0 };
+        let Ok(block) = self.memory.host_view().slice(self.next * SEND_MOST, SEND_MOST) else { return 0 };
         let mut len = 0;
         for view in views {
-            let Ok(room) = block.slice(len, BLOCK - len) else { break };
+            let Ok(room) = block.slice(len, SEND_MOST - len) else { break };
             // SAFETY: the caller's promise for the view; the block is ours and apart from it, and is never borrowed.
             len += unsafe { sys::copy(*view, room) };
         }
@@ -115,28 +103,42 @@ impl Stage {
         self.pending()
     }
 
-    /// Sends what is pending.
+    /// Sends what is pending, and returns how many bytes of it went.
     ///
     /// # Errors
-    /// `WouldBlock` when the socket does not take all of it now; whatever else the socket says.
-    pub(crate) fn flush(&mut self, socket: BorrowedFd<'_>) -> io::Result<()> {
+    /// `WouldBlock` when the socket takes nothing now; whatever else the socket says.
+    pub(crate) fn flush(&mut self, socket: BorrowedFd<'_>) -> io::Result<usize> {
+        let mut went = 0;
         while self.pending() > 0 {
-            let sent = match &self.pipe {
-                Some((read, write)) => match splice(&mut self.piped, self.rest, read, write, socket) {
-                    Err(error) if error.kind() != io::ErrorKind::WouldBlock => {
-                        // Not every sandbox has these calls; if it is the connection, the next call says so too.
-                        tracing::debug!(%error, "sending by reference failed; sending by copy");
-                        self.pipe = None;
-                        continue;
-                    }
-                    outcome => outcome?,
-                },
-                // SAFETY: of a block, which is ours.
-                None => unsafe { sys::send_from(socket, &[self.rest]) }?,
-            };
-            self.rest = self.rest.slice(sent, self.rest.len() - sent).unwrap_or(HostView::empty());
+            match self.send(socket) {
+                Ok(sent) => {
+                    went += sent;
+                    self.rest = self.rest.slice(sent, self.rest.len() - sent).unwrap_or(HostView::empty());
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock && went > 0 => break,
+                Err(error) if error.kind() != io::ErrorKind::WouldBlock && self.pipe.is_some() => {
+                    // Not every sandbox has these calls; if it is the connection, the next call says so too.
+                    tracing::debug!(%error, "sending by reference failed; sending by copy");
+                    self.pipe = None;
+                }
+                Err(error) => return Err(error),
+            }
         }
-        Ok(())
+        Ok(went)
+    }
+
+    fn send(&mut self, socket: BorrowedFd<'_>) -> io::Result<usize> {
+        let Some((read, write)) = &self.pipe else {
+            // SAFETY: of a block, which is ours.
+            return unsafe { sys::send_from(socket, &[self.rest]) };
+        };
+        if self.piped == 0 {
+            // SAFETY: the block is allocated. It is filled anew only when the peer has taken these bytes.
+            self.piped = unsafe { sys::refer(write.as_fd(), self.rest) }?;
+        }
+        let sent = sys::splice(read.as_fd(), socket, self.piped)?;
+        self.piped -= sent;
+        Ok(sent)
     }
 
     /// The peer has taken the stream up to `position`.
@@ -145,22 +147,6 @@ impl Stage {
             self.filled.pop_front();
         }
     }
-}
-
-fn splice(
-    piped: &mut usize,
-    rest: HostView,
-    read: &OwnedFd,
-    write: &OwnedFd,
-    socket: BorrowedFd<'_>,
-) -> io::Result<usize> {
-    if *piped == 0 {
-        // SAFETY: the block is allocated. It is filled anew only when the peer has taken these bytes.
-        *piped = unsafe { sys::refer(write.as_fd(), rest) }?;
-    }
-    let sent = sys::splice(read.as_fd(), socket, *piped)?;
-    *piped -= sent;
-    Ok(sent)
 }
 
 #[cfg(test)]
@@ -178,6 +164,10 @@ mod tests {
         (a, b)
     }
 
+    fn stage() -> Stage {
+        Stage::open(&Arc::default()).unwrap()
+    }
+
     fn fill(stage: &mut Stage, position: u64, byte: u8, len: usize) -> usize {
         // SAFETY: the vector lives through the call.
         unsafe { stage.fill(position, &[HostView::of(&vec![byte; len])]) }
@@ -186,7 +176,7 @@ mod tests {
     #[test]
     fn a_block_is_filled_anew_only_when_the_peer_has_taken_it() {
         let (a, mut b) = pair();
-        let mut stage = Stage::open().unwrap();
+        let mut stage = stage();
         for n in 0..BLOCKS {
             assert!(!stage.is_short());
             assert_eq!(fill(&mut stage, 1000 * n as u64, n as u8, 1000), 1000);
@@ -215,9 +205,9 @@ mod tests {
     #[test]
     fn what_is_too_long_for_a_block_is_cut() {
         let (a, mut b) = pair();
-        let mut stage = Stage::open().unwrap();
-        let reader = std::thread::spawn(move || b.read_exact(&mut vec![0; BLOCK]).unwrap());
-        assert_eq!(fill(&mut stage, 0, 1, BLOCK + 1), BLOCK);
+        let mut stage = stage();
+        let reader = std::thread::spawn(move || b.read_exact(&mut vec![0; SEND_MOST]).unwrap());
+        assert_eq!(fill(&mut stage, 0, 1, SEND_MOST + 1), SEND_MOST);
         while let Err(error) = stage.flush(a.as_fd()) {
             assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
         }
@@ -227,7 +217,7 @@ mod tests {
     #[test]
     fn without_the_pipe_everything_goes_on_by_copy() {
         let (a, mut b) = pair();
-        let mut stage = Stage::open().unwrap();
+        let mut stage = stage();
         fill(&mut stage, 0, 5, 1000);
         // As in a sandbox that knows the one call and not the other.
         let (_, write) = stage.pipe.take().unwrap();
@@ -242,11 +232,11 @@ mod tests {
     }
 
     #[test]
-    fn the_stages_of_a_process_are_bounded_and_given_back() {
-        let mut stages: Vec<_> = std::iter::from_fn(Stage::open).collect();
-        // Others of this process may be at work too.
-        assert!(stages.len() <= MAX_STAGES);
+    fn the_number_of_stages_is_bounded() {
+        let open = Arc::default();
+        let mut stages: Vec<_> = (0..).map_while(|_| Stage::open(&open)).collect();
+        assert_eq!(stages.len(), MAX_STAGES);
         stages.pop();
-        assert!(Stage::open().is_some());
+        assert!(Stage::open(&open).is_some());
     }
 }

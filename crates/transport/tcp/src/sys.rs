@@ -16,6 +16,8 @@ pub(crate) const MAX_VIEWS: usize = 1024;
 /// About how many bytes one call sends at most: what one end has just copied is still in the caches when the other
 /// copies it.
 pub(crate) const SEND_CHUNK: usize = 256 << 10;
+/// The most bytes that one call sends: the headers come along, so that no piece leaves a tail for another call.
+pub(crate) const SEND_MOST: usize = SEND_CHUNK + (64 << 10);
 
 /// Sends from `views` without waiting, and returns how many bytes went (`sendmsg(2)`).
 ///
@@ -84,7 +86,8 @@ pub(crate) fn splice(pipe: BorrowedFd<'_>, socket: BorrowedFd<'_>, len: usize) -
 /// Calls `act` and takes the `SIGPIPE` that may come of it: `splice(2)` has no flag that keeps it away, and it would end
 /// a program that neither ignores nor handles it.
 fn without_sigpipe<R>(act: impl FnOnce() -> R) -> R {
-    // SAFETY: any bytes are a set of signals; these are emptied before they are used.
+    // SAFETY: any bytes are a set of signals. One of these is emptied before it is used, the others are filled by the
+    // system.
     let [mut only, mut pending, mut before] = unsafe { std::mem::zeroed::<[libc::sigset_t; 3]>() };
     // SAFETY: the sets are our own. The mask is this thread's, and is as before when the call returns.
     unsafe {

@@ -8,8 +8,9 @@
 //! memory answers with responses (32 bytes each, a payload behind DATA and NACK). Requests are handled in
 //! order. A slice of any length travels as pieces of at most [`MAX_PIECE`] bytes under one id.
 //!
-//! When both ends of a connection have one IP address, each says by TAKEN, at least once in [`TAKEN_EVERY`] bytes, how
-//! many it has taken from the connection, those of the openings not counted: the other may then use its memory anew.
+//! Where both openings say so, each end says by TAKEN, about every [`TAKEN_EVERY`] bytes but between two pieces of its
+//! own, how many bytes it has taken from the connection, those of the opening not counted: the other may then use its
+//! memory anew.
 //!
 //! ```text
 //! request     0 kind  1 flags  2 zero[6]   8 id  16 address  24 length  32 token[16]  48 checksum  56 zero[8]
@@ -36,7 +37,7 @@ pub(crate) const MAX_NOTIFY: usize = 1 << 20;
 pub(crate) const MAX_SLICE: u64 = 1 << 40;
 /// The longest message of a NACK.
 pub(crate) const MAX_MESSAGE: usize = 512;
-/// After how many bytes at the latest an end says what it has taken, where it says so at all.
+/// After how many bytes an end says what it has taken, as soon as it can.
 pub(crate) const TAKEN_EVERY: u64 = 512 << 10;
 
 const WRITE: u8 = 1;

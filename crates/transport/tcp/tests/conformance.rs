@@ -18,6 +18,13 @@ mod usual {
     posthorse_testkit::conformance!(tcp(TcpConfig::default()));
 }
 
+/// As between two hosts.
+mod by_copy {
+    use super::*;
+
+    posthorse_testkit::conformance!(tcp(TcpConfig { by_reference: false, ..TcpConfig::default() }));
+}
+
 /// One lane for everything, on one thread, with short queues and nothing sent by the caller.
 mod narrow {
     use super::*;
