@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 
 use posthorse_core::{Error, Result};
-use posthorse_engine::{EngineConfig, TransferEngine};
+use posthorse_engine::{EngineConfig, TransferEngine, TransportChoice};
 use posthorse_omni::config::Role;
 use posthorse_omni::{Connector, ConnectorConfig};
 use rustix::time::{ClockId, clock_gettime};
@@ -34,8 +34,8 @@ pub(crate) fn connector(
     config: ConnectorConfig,
 ) -> Result<Connector> {
     let transport = match transport {
-        "auto" => "auto".to_owned(),
-        name => format!("require:{name}"),
+        "auto" => TransportChoice::Auto,
+        name => TransportChoice::Require(name.to_owned()),
     };
     let address = HOST
         .parse::<IpAddr>()

@@ -19,8 +19,8 @@ use crate::environment::{self, Environment};
 pub struct EngineConfig {
     /// The transports, best first. Those that are not named here come after, in the order of installation.
     pub transport_order: Vec<String>,
-    /// Which transport requests take that name none: `auto`, `prefer:NAME` or `require:NAME`.
-    pub transport: String,
+    /// Which transport requests take that name none.
+    pub transport: TransportChoice,
     /// Where requests are cut, in bytes; 0 leaves it to the transports.
     pub slice_bytes: u64,
     /// How often a slice is sent before its failure stands, at least 1.
@@ -57,7 +57,7 @@ impl Default for EngineConfig {
     fn default() -> Self {
         Self {
             transport_order: ["local", "shm", "rdma", "tcp"].map(str::to_owned).to_vec(),
-            transport: "auto".to_owned(),
+            transport: TransportChoice::Auto,
             slice_bytes: 0,
             max_attempts: 3,
             connect_timeout_ms: 3000,
@@ -182,7 +182,6 @@ impl EngineConfig {
     /// # Errors
     /// `InvalidConfig`, naming the key, the value and what is accepted.
     pub fn validate(&self) -> Result<()> {
-        self.preference()?;
         let fingerprint = self.fingerprint.as_ref().map_or(0, String::len);
         if fingerprint > MAX_FINGERPRINT_BYTES {
             let accepted = format!("text of up to {MAX_FINGERPRINT_BYTES} bytes");
@@ -273,10 +272,6 @@ impl EngineConfig {
             config.shm = Some(part(environment, SHM, shm, check)?);
         }
         Ok(config)
-    }
-
-    pub(crate) fn preference(&self) -> Result<TransportChoice> {
-        self.transport.parse()
     }
 
     /// The host in this engine's name: as configured, else an address at which the handshake can be reached.
@@ -379,8 +374,7 @@ mod tests {
 
     #[test]
     fn preferences_are_read_or_refused() {
-        let preference =
-            |text: &str| EngineConfig { transport: text.to_owned(), ..Default::default() }.preference();
+        let preference = str::parse::<TransportChoice>;
         assert_eq!(preference("auto").unwrap(), TransportChoice::Auto);
         assert_eq!(preference("prefer:tcp").unwrap(), TransportChoice::Prefer("tcp".to_owned()));
         assert_eq!(preference("require:shm").unwrap(), TransportChoice::Require("shm".to_owned()));

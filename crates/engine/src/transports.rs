@@ -53,7 +53,7 @@ impl Transports {
         let slice_length = SliceLength { preferred: u64::MAX, max: u64::MAX };
         Ok(Self {
             order: config.transport_order.clone(),
-            preference: config.preference()?,
+            preference: config.transport.clone(),
             slice_bytes: config.slice_bytes,
             state: RwLock::new(State { slots: Vec::new(), route: Route::Auto, slice_length }),
         })

@@ -437,7 +437,7 @@ fn an_engine_can_be_built_shut_down_and_dropped_by_a_task() {
         let world = World::default();
         world.engine("a").shutdown();
         drop(world.engine("b"));
-        let taken = EngineConfig { transport: "nonsense".to_owned(), ..EngineConfig::default() };
+        let taken = EngineConfig { connect_timeout_ms: 0, ..EngineConfig::default() };
         assert!(TransferEngine::builder().config(taken).build().is_err());
         // Fails after the runtime was started.
         let twice = TransferEngine::builder()

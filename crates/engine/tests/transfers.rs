@@ -289,7 +289,7 @@ fn a_route_is_required_or_preferred_and_explained() {
 #[test]
 fn an_engine_that_requires_a_transport_reaches_nobody_by_another() {
     let world = World::default();
-    let config = EngineConfig { transport: "require:pigeon".to_owned(), ..EngineConfig::default() };
+    let config = EngineConfig { transport: "require:pigeon".parse().unwrap(), ..EngineConfig::default() };
     let a = world.engine_by("a", world.hub.transport(), config);
     let _b = world.engine("b");
     let error = a.open("b", soon()).unwrap_err();

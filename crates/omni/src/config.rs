@@ -254,7 +254,7 @@ impl ConnectorConfig {
     /// `InvalidConfig` when keys contradict each other; `Unsupported` for a protocol or device that is not built in.
     pub(crate) fn engine_config(&self) -> Result<EngineConfig> {
         let config = EngineConfig {
-            transport: self.carrier()?.to_string(),
+            transport: self.carrier()?,
             fingerprint: self.fingerprint.clone(),
             advertise: self.advertise_host.clone().unwrap_or_default(),
             ..EngineConfig::default()
@@ -501,7 +501,7 @@ mod tests {
             (json!({"protocol": "shm"}), "require:shm"),
             (json!({"protocol": "tcp", "transport": "require:tcp"}), "require:tcp"),
         ] {
-            assert_eq!(engine(keys.clone()).unwrap().transport, transport, "{keys}");
+            assert_eq!(engine(keys.clone()).unwrap().transport.to_string(), transport, "{keys}");
         }
         for (keys, kind, part) in [
             (json!({"protocol": "rdma"}), ErrorKind::Unsupported, "protocol is rdma"),

@@ -42,7 +42,7 @@ fn a_slot_smaller_than_the_payload_is_refused_and_nothing_is_written_outside_it(
     pair.put("k", &bytes);
     let (host, port) = pair.sender.address().unwrap();
     let address = format!("{host}:{port}");
-    let engine = EngineConfig { transport: "require:tcp".to_owned(), ..EngineConfig::default() };
+    let engine = EngineConfig { transport: "require:tcp".parse().unwrap(), ..EngineConfig::default() };
     let engine = TransferEngine::builder().config(engine).build().unwrap();
     let pool = Pool::new(
         MemoryOptions::new(8 << 20).shared(true).allocate().unwrap(),
