@@ -337,6 +337,57 @@ fn many_threads_put_and_get_and_the_pools_are_whole_at_the_end() {
 }
 
 #[test]
+fn a_ticket_is_of_one_put() {
+    let pair = Pair::by("shm");
+    let put = |bytes: &[u8]| pair.sender.put(&edge(), "k", bytes, PutOptions::default()).unwrap();
+    let first = put(b"first");
+    let second = put(b"second!");
+    for lease in [false, true] {
+        let source = Source::Ticket(&first);
+        let error = pair
+            .receiver
+            .get(&edge(), "k", GetOptions { lease, source, deadline: Some(soon()) })
+            .unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Expired);
+        assert!(error.message().contains("replaced by a later put"), "{error}");
+    }
+    // What was asked for in vain is there still, for whoever means it.
+    let source = Source::Ticket(&second);
+    let got = pair.receiver.get(&edge(), "k", GetOptions { source, ..GetOptions::until(soon()) }).unwrap();
+    assert_eq!(got.bytes().unwrap(), b"second!");
+    drop(got);
+    pair.assert_whole();
+}
+
+#[test]
+fn a_view_of_another_kind_says_which_it_is() {
+    let pair = Pair::by("shm");
+    pair.put("bytes", b"x");
+    let bytes = pair.get("bytes").unwrap();
+    pair.sender.put_value(&edge(), "value", &"text", PutOptions::default()).unwrap();
+    let value = pair.get("value").unwrap();
+    let mut set = TensorSet::new();
+    set.push("a", DType::U8, &[1], &[1]).unwrap();
+    pair.sender.put(&edge(), "set", &set, PutOptions::default()).unwrap();
+    let set = pair.get("set").unwrap();
+    for (error, kind, text) in [
+        (bytes.tensor("a").unwrap_err(), ErrorKind::TypeMismatch, "raw bytes, not tensors"),
+        (bytes.value::<String>().unwrap_err(), ErrorKind::TypeMismatch, "raw bytes, not a value"),
+        (value.tensor("a").unwrap_err(), ErrorKind::TypeMismatch, "a value, not tensors"),
+        (value.value::<Vec<u64>>().unwrap_err(), ErrorKind::TypeMismatch, "no alloc::vec::Vec<u64>"),
+        (set.value::<String>().unwrap_err(), ErrorKind::TypeMismatch, "the payload is tensors"),
+        (
+            set.tensor("b").unwrap_err(),
+            ErrorKind::InvalidArgument,
+            "\"b\"; accepted: one of the 1 there are: a",
+        ),
+    ] {
+        assert_eq!(error.kind(), kind, "{error}");
+        assert!(error.message().contains(text) && !error.retryable(), "{error}");
+    }
+}
+
+#[test]
 fn a_payload_whose_end_panics_ends_nothing_else() {
     struct Bomb(Vec<u8>);
     impl AsRef<[u8]> for Bomb {

@@ -262,7 +262,8 @@ fn a_peer_that_does_not_read_blocks_nobody_and_is_dropped() {
     let mut stream = TcpStream::connect(address).unwrap();
     raw(&mut stream, "DEALER");
     // Each asks for some 800 KB; not a byte is read.
-    let abort = StreamAbort { stream: "s".to_owned(), generation: None, reason: "x".to_owned() };
+    let abort =
+        StreamAbort { stream: "s".to_owned(), generation: None, follower: None, reason: "x".to_owned() };
     let body = Request::StreamAbort(abort).encode().unwrap();
     let mut frame = vec![0, body.len() as u8];
     frame.extend_from_slice(&body);

@@ -72,6 +72,45 @@ fn chunks_arrive_in_order_and_then_the_end() {
 }
 
 #[test]
+fn a_second_follower_is_told_so_and_does_not_disturb_the_first() {
+    let pair = Pair::by("shm");
+    let mut first = follow(&pair, "r");
+    let mut sender = pair.sender.open_stream(&edge(), "r").unwrap();
+    sender.send(&b"0"[..], soon()).unwrap();
+    assert_eq!(first.next(soon()).unwrap().unwrap().bytes().unwrap(), b"0");
+    // The first is known by now: its words come before its chunks are fetched anew.
+    eventually("the first follower", || {
+        let mut second = follow(&pair, "r");
+        let error = second.next(soon()).unwrap_err();
+        assert!(error.message().contains("stream \"r@0_1\"") || error.kind() == ErrorKind::Busy, "{error}");
+        error.kind() == ErrorKind::Busy
+    });
+    let error = follow(&pair, "r").next(soon()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Busy);
+    assert!(error.to_string().contains(pair.receiver.engine().name()), "{error}");
+    sender.send(&b"1"[..], soon()).unwrap();
+    assert_eq!(first.next(soon()).unwrap().unwrap().bytes().unwrap(), b"1");
+    assert_eq!(sender.end().unwrap(), 2);
+    assert!(first.next(soon()).unwrap().is_none());
+    assert_over(&pair);
+}
+
+#[test]
+fn a_wait_for_a_stream_says_for_what() {
+    let pair = Pair::by("shm");
+    let mut receiver = follow(&pair, "r");
+    let error = receiver.next(moment()).unwrap_err().to_string();
+    assert!(error.contains("\"r@0_1\"") && error.contains("which has not opened it"), "{error}");
+    let mut sender = pair.sender.open_stream(&edge(), "other").unwrap();
+    let error = loop {
+        if let Err(error) = sender.send(&b"x"[..], moment()) {
+            break error.to_string();
+        }
+    };
+    assert!(error.contains("\"other@0_1\"") && error.contains("a consumer to follow"), "{error}");
+}
+
+#[test]
 fn a_slow_consumer_holds_the_producer_back() {
     let pair = Pair::with(|config| config.stream_window = 4);
     let mut sender = pair.sender.open_stream(&edge(), "r").unwrap();

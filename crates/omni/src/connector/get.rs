@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use posthorse_buffer::{ManagedBuffer, ReceiveSlot};
 use posthorse_core::{
-    Access, Checksum, Deadline, Error, ErrorKind, GrantDesc, Opcode, Priority, RemoteRange, Result, Route,
-    TransferRequest,
+    Access, Checksum, Deadline, Error, ErrorKind, GrantDesc, Incarnation, Opcode, Priority, RemoteRange,
+    Result, Route, TransferRequest,
 };
 use posthorse_engine::{Grant, Precedence, Segment, SubmitOptions};
 
@@ -35,7 +35,7 @@ pub enum Source<'a> {
     Upstream,
     /// At the producer with this control address.
     At(&'a str, u16),
-    /// Where its ticket says.
+    /// Where its ticket says; a later put of the same key is not taken for it.
     Ticket(&'a Ticket),
 }
 
@@ -77,6 +77,35 @@ pub(super) struct Get {
     pub(super) deadline: Deadline,
     pub(super) wait_for_offer: bool,
     pub(super) lease: bool,
+    /// Which put it must be, if that is known.
+    pub(super) put: Option<PutId>,
+}
+
+/// Which put of a key.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct PutId {
+    incarnation: Incarnation,
+    generation: u64,
+}
+
+impl Get {
+    /// # Errors
+    /// `Expired` when another put than the one that is meant is offered.
+    fn check_put(&self, offered: &Offered) -> Result<()> {
+        let found = PutId { incarnation: offered.incarnation, generation: offered.generation };
+        match self.put {
+            Some(wanted) if wanted != found => {
+                let what = if wanted.incarnation == found.incarnation {
+                    "was replaced by a later put"
+                } else {
+                    "is over: its producer has restarted, and offers another under the key"
+                };
+                let message = format!("the put of {:?} that the ticket is of {what}", self.key);
+                Err(Error::new(ErrorKind::Expired, message).with_peer(self.address.as_str()))
+            }
+            _ => Ok(()),
+        }
+    }
 }
 
 impl Connector {
@@ -134,6 +163,13 @@ impl Inner {
             deadline: options.deadline.unwrap_or_else(|| Deadline::after(self.config.get_wait())),
             wait_for_offer,
             lease: options.lease,
+            put: match options.source {
+                Source::Ticket(ticket) => ticket
+                    .own
+                    .as_ref()
+                    .map(|own| PutId { incarnation: own.incarnation, generation: own.generation }),
+                Source::Upstream | Source::At(..) => None,
+            },
         })
     }
 
@@ -201,7 +237,7 @@ impl Inner {
         // Room, a connection and the bytes may take longer than the producer keeps a place for a silent consumer.
         let every = lease::renewal(Duration::from_millis(self.config.liveness_ms), offered.liveness_ms);
         let renewal = Renewal::new(self, &get.address, &get.pull, every);
-        let opened = offered.manifest.check(size).and_then(|()| {
+        let opened = get.check_put(offered).and_then(|()| offered.manifest.check(size)).and_then(|()| {
             self.engine.open_life(&offered.segment, offered.incarnation, self.connect_deadline(get))
         });
         let routed = opened.and_then(|segment| {

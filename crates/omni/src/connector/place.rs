@@ -14,7 +14,9 @@ use crate::payload::{Manifest, NamedTensor, PayloadKind, TensorData, TensorSet};
 impl Inner {
     /// A block of the pool. An empty payload takes the smallest, since no block is empty.
     pub(super) fn alloc(&self, len: u64, deadline: Deadline) -> Result<ManagedBuffer> {
-        self.pool.alloc(len.max(1), deadline)
+        self.pool.alloc(len.max(1), deadline).map_err(|error| {
+            error.context(format_args!("room for {len} bytes in this connector's pool (memory_pool_size)"))
+        })
     }
 
     /// A block that holds a copy of `bytes`.

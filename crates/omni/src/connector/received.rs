@@ -86,19 +86,15 @@ impl Received {
     /// A view of the tensor of this name.
     ///
     /// # Errors
-    /// `NotFound`, naming those there are; `Forked` in a child process.
+    /// `TypeMismatch` for other kinds of payload; `InvalidArgument`, naming those there are; `Forked` in a child process.
     pub fn tensor(&self, name: &str) -> Result<Tensor<'_>> {
         let Some(desc) = self.manifest.tensors.iter().find(|desc| desc.name == name) else {
-            let names: Vec<_> =
-                self.manifest.tensors.iter().take(20).map(|desc| desc.name.as_str()).collect();
-            return Err(Error::new(
-                ErrorKind::NotFound,
-                format!(
-                    "there is no tensor {name:?} among the {}: {}",
-                    self.manifest.tensors.len(),
-                    names.join(", ")
-                ),
-            ));
+            self.expect(PayloadKind::Tensors, "tensors")?;
+            let tensors = &self.manifest.tensors;
+            let names: Vec<_> = tensors.iter().take(20).map(|desc| desc.name.as_str()).collect();
+            let more = if tensors.len() > names.len() { ", ..." } else { "" };
+            let accepted = format!("one of the {} there are: {}{more}", tensors.len(), names.join(", "));
+            return Err(Error::invalid_argument("the name of a tensor", format_args!("{name:?}"), &accepted));
         };
         self.view(desc)
     }
@@ -115,18 +111,32 @@ impl Received {
     /// The value, if one was put.
     ///
     /// # Errors
-    /// `TypeMismatch` for other kinds of payload; `Malformed` when the bytes are not of the type asked for;
-    /// `Forked` in a child process.
+    /// `TypeMismatch` for other kinds of payload, and when the value is not of the type asked for; `Forked` in a child
+    /// process.
     pub fn value<T: DeserializeOwned>(&self) -> Result<T> {
-        match self.kind() {
-            PayloadKind::Bytes => {
-                Err(Error::new(ErrorKind::TypeMismatch, "the payload is raw bytes, not a value"))
-            }
-            PayloadKind::Tensors | PayloadKind::Value => marker::from_slice(self.bytes()?),
-            PayloadKind::StreamEnd => {
-                Err(Error::new(ErrorKind::TypeMismatch, "the payload is the end of a stream, not a value"))
-            }
+        if self.kind() == PayloadKind::Tensors {
+            return marker::from_slice(self.bytes()?).map_err(|error| {
+                let text = format!("the payload is tensors: {}", error.message());
+                Error::new(ErrorKind::TypeMismatch, text)
+            });
         }
+        self.expect(PayloadKind::Value, "a value")?;
+        marker::from_slice(self.bytes()?).map_err(|error| {
+            let wanted = std::any::type_name::<T>();
+            let text = format!("the payload is no {wanted}: {}", error.message());
+            Error::new(ErrorKind::TypeMismatch, text)
+        })
+    }
+
+    fn expect(&self, kind: PayloadKind, what: &str) -> Result<()> {
+        let is = match self.kind() {
+            same if same == kind => return Ok(()),
+            PayloadKind::Bytes => "raw bytes",
+            PayloadKind::Tensors => "tensors",
+            PayloadKind::Value => "a value",
+            PayloadKind::StreamEnd => "the end of a stream",
+        };
+        Err(Error::new(ErrorKind::TypeMismatch, format!("the payload is {is}, not {what}")))
     }
 
     /// Gives the memory back now.

@@ -264,11 +264,11 @@ fn what_is_said_of_an_older_stream_does_not_concern_the_next_of_its_name() {
     let stream = edge().qualify("r").unwrap();
     let credit = |generation, limit| {
         let stream = stream.clone();
-        pair.tell(&Request::StreamCredit(StreamCredit { stream, generation, limit }))
+        pair.tell(&Request::StreamCredit(StreamCredit { stream, generation, follower: None, limit }))
     };
     let abort = |generation| {
         let (stream, reason) = (stream.clone(), "enough".to_owned());
-        pair.tell(&Request::StreamAbort(StreamAbort { stream, generation, reason }))
+        pair.tell(&Request::StreamAbort(StreamAbort { stream, generation, follower: None, reason }))
     };
     let generation = |answer| match answer {
         Answer::Stream(StreamSent { generation, .. }) => Some(generation),

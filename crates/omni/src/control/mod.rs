@@ -20,6 +20,7 @@ mod listener;
 mod task;
 pub(crate) mod zmtp;
 
+use std::borrow::Cow;
 use std::fmt;
 use std::future::poll_fn;
 use std::mem;
@@ -140,15 +141,16 @@ impl ControlPlane {
     pub(crate) async fn within<T: Send + 'static>(
         &self,
         deadline: Deadline,
-        what: &'static str,
+        what: impl Into<Cow<'static, str>>,
         future: impl Future<Output = T> + Send + 'static,
     ) -> Result<T> {
+        let what = what.into();
         let mut stay = self.enter()?;
         let bounded = async move {
             match deadline.instant() {
                 None => Ok(future.await),
                 Some(at) => {
-                    tokio::time::timeout_at(at.into(), future).await.map_err(|_| Deadline::exceeded(what))
+                    tokio::time::timeout_at(at.into(), future).await.map_err(|_| Deadline::exceeded(&what))
                 }
             }
         };

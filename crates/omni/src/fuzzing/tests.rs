@@ -9,8 +9,8 @@ use serde_json::json;
 
 use super::*;
 use crate::message::{
-    Cancel, Close, Offered, Outcome, Pull, PullExtra, Query, QueryExtra, Refusal, Renew, StreamAbort,
-    StreamCredit, StreamSent, Want,
+    Cancel, Close, Follower, Offered, Outcome, Pull, PullExtra, Query, QueryExtra, Refusal, Renew,
+    StreamAbort, StreamCredit, StreamSent, Want,
 };
 use crate::payload::kv::KvLayer;
 use crate::payload::{PayloadKind, TensorSet};
@@ -124,9 +124,17 @@ fn requests_stand_any_damage() {
         ("renew", Request::Renew(Renew { consumer, incarnation, pulls: vec![1, 2, u64::MAX] })),
         (
             "stream_credit",
-            Request::StreamCredit(StreamCredit { stream: stream.clone(), generation: Some(7), limit: 8 }),
+            Request::StreamCredit(StreamCredit {
+                stream: stream.clone(),
+                generation: Some(7),
+                follower: Some(Follower { consumer: "10.0.0.1:15001".to_owned(), incarnation, number: 9 }),
+                limit: 8,
+            }),
         ),
-        ("stream_abort", Request::StreamAbort(StreamAbort { stream, generation: Some(7), reason })),
+        (
+            "stream_abort",
+            Request::StreamAbort(StreamAbort { stream, generation: Some(7), follower: None, reason }),
+        ),
         ("ping", Request::Ping),
         ("health", Request::Health),
     ]

@@ -18,8 +18,8 @@ mod request;
 
 pub use reply::{Answer, Offered, PullReply, QueryReply, Refusal, Reply, StreamSent};
 pub use request::{
-    Cancel, Close, Dialect, Outcome, Pull, PullExtra, Query, QueryExtra, Renew, Request, StreamAbort,
-    StreamCredit, Want,
+    Cancel, Close, Dialect, Follower, Outcome, Pull, PullExtra, Query, QueryExtra, Renew, Request,
+    StreamAbort, StreamCredit, Want,
 };
 
 use posthorse_core::{Error, ErrorKind, Hello, Result};

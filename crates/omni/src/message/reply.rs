@@ -114,6 +114,8 @@ impl Refusal {
     pub fn to_error(&self, peer: &str) -> Error {
         let message = printable(&self.message);
         let error = match ErrorKind::from_code(self.code) {
+            // Here, `Closed` is said of our own side.
+            Some(ErrorKind::Closed) => Error::new(ErrorKind::PeerGone, message),
             Some(kind) => Error::new(kind, message),
             None => Error::new(ErrorKind::PeerRefused, format!("{message} (the peer's code {})", self.code)),
         };

@@ -174,6 +174,17 @@ pub struct Renew {
     pub pulls: Vec<u64>,
 }
 
+/// Who follows a chunk stream.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Follower {
+    /// The consumer's segment name.
+    pub consumer: String,
+    /// Which life of it.
+    pub incarnation: Incarnation,
+    /// Which of its followers.
+    pub number: u64,
+}
+
 /// Says how far the producer of a chunk stream may go.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StreamCredit {
@@ -182,6 +193,9 @@ pub struct StreamCredit {
     /// Which stream of that name, once the producer has said so; `None` means the one that there is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub generation: Option<u64>,
+    /// Who follows the stream: nobody else can.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub follower: Option<Follower>,
     /// The sequence number of the first chunk that may not be sent yet.
     pub limit: u64,
 }
@@ -194,6 +208,9 @@ pub struct StreamAbort {
     /// Which stream of that name, as in [`StreamCredit`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub generation: Option<u64>,
+    /// Who follows it, as in [`StreamCredit`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub follower: Option<Follower>,
     /// Why.
     pub reason: String,
 }
@@ -286,8 +303,11 @@ impl Request {
             Self::Cancel(Cancel { consumer, .. })
             | Self::Close(Close { consumer, .. })
             | Self::Renew(Renew { consumer, .. }) => check_consumer(consumer),
-            Self::StreamCredit(StreamCredit { stream, .. })
-            | Self::StreamAbort(StreamAbort { stream, .. }) => key::check(stream),
+            Self::StreamCredit(StreamCredit { stream, follower, .. })
+            | Self::StreamAbort(StreamAbort { stream, follower, .. }) => {
+                key::check(stream)?;
+                follower.as_ref().map_or(Ok(()), |follower| check_consumer(&follower.consumer))
+            }
             Self::Ping | Self::Health => Ok(()),
         }
     }
@@ -399,11 +419,17 @@ mod tests {
             Request::StreamCredit(StreamCredit {
                 stream: "s".to_owned(),
                 generation: Some(u64::MAX),
+                follower: None,
                 limit: 8,
             }),
             Request::StreamAbort(StreamAbort {
                 stream: "s".to_owned(),
                 generation: None,
+                follower: Some(Follower {
+                    consumer: "10.0.0.1:15001".to_owned(),
+                    incarnation: Incarnation(7),
+                    number: u64::MAX,
+                }),
                 reason: "enough".to_owned(),
             }),
             Request::Ping,

@@ -72,10 +72,12 @@ impl Envelope {
             headers.push(Header { offset: 0, bytes: std::mem::take(&mut first) });
         }
         for spec in specs {
-            if RESERVED.contains(&spec.name) || !names.insert(spec.name) {
+            let is_new = names.insert(spec.name);
+            if RESERVED.contains(&spec.name) || !is_new {
+                let again = if is_new { "" } else { " for the second time" };
                 return Err(Error::invalid_argument(
                     "the name of a tensor",
-                    format_args!("{:?}", spec.name),
+                    format_args!("{:?}{again}", spec.name),
                     &format!("names that differ, other than {}", RESERVED.join(", ")),
                 ));
             }

@@ -82,12 +82,13 @@ impl<'a> TensorSet<'a> {
     }
 
     fn add(&mut self, name: &str, dtype: DType, shape: &[u64], data: TensorData<'a>) -> Result<()> {
-        let len = data.bytes().len();
-        if bytes_of(dtype, shape) != Some(len as u64) {
+        let (len, wanted) = (data.bytes().len(), bytes_of(dtype, shape));
+        if wanted != Some(len as u64) {
+            let wanted = wanted.map_or_else(|| "fewer than that".to_owned(), |wanted| wanted.to_string());
             return Err(Error::invalid_argument(
                 "the data of a tensor",
                 format_args!("{len} bytes for {name:?}"),
-                &format!("as many as {dtype} {shape:?} has"),
+                &format!("as many as {dtype} {shape:?} has, {wanted}"),
             ));
         }
         self.tensors.push(NamedTensor { name: name.to_owned(), dtype, shape: shape.to_vec(), data });

@@ -106,7 +106,7 @@ impl Inner {
     pub(super) fn answer_credit(&self, credit: &StreamCredit, responder: Responder) {
         let found = self.streams.find(&credit.stream, credit.generation);
         let given = found.and_then(|outgoing| {
-            outgoing.credit(credit.limit)?;
+            outgoing.credit(credit.follower.as_ref(), credit.limit)?;
             Ok(outgoing.generation())
         });
         match given {
@@ -120,7 +120,12 @@ impl Inner {
     }
 
     pub(super) fn answer_abort(&self, abort: &StreamAbort, responder: Responder) {
-        match self.streams.find(&abort.stream, abort.generation) {
+        let found = self.streams.find(&abort.stream, abort.generation);
+        let own = found.and_then(|outgoing| {
+            outgoing.check_follower(abort.follower.as_ref())?;
+            Ok(outgoing)
+        });
+        match own {
             Ok(outgoing) => {
                 let message = format!("the consumer aborted the stream: {}", abort.reason);
                 self.break_stream(

@@ -18,7 +18,7 @@ use crate::connector::worker::block_on;
 use crate::connector::{Connector, Inner};
 use crate::control::Dialer;
 use crate::key::{self, Edge};
-use crate::message::{Answer, Request, StreamAbort, StreamCredit, StreamSent, from_msgpack};
+use crate::message::{Answer, Follower, Request, StreamAbort, StreamCredit, StreamSent, from_msgpack};
 use crate::payload::PayloadKind;
 use crate::stream::{ConsumerAction, Item, StreamConsumer};
 
@@ -43,7 +43,7 @@ impl Default for FollowOptions<'_> {
 
 /// The receiving end of an ordered stream of chunks: [`Connector::follow_stream`].
 ///
-/// Dropped before the end, it aborts the stream.
+/// Dropped before the end, it aborts the stream. A stream has one follower: another gets `Busy`, and does not disturb it.
 pub struct StreamReceiver {
     inner: Arc<Inner>,
     incoming: Arc<Incoming>,
@@ -57,6 +57,7 @@ struct Incoming {
     request: String,
     name: String,
     address: String,
+    follower: Follower,
     /// Of its own: what waits for chunks takes no connection from anybody else.
     dialer: Dialer,
     lease: bool,
@@ -76,6 +77,8 @@ struct State {
     end: Option<Result<()>>,
     /// The first number that the producer may not send.
     credit: u64,
+    /// Whether the producer knows the stream.
+    opened: bool,
     /// What the producer is to be told at the end.
     abort: Option<Error>,
 }
@@ -150,6 +153,18 @@ impl Incoming {
     fn is_over(&self) -> bool {
         self.state.lock().machine.is_over()
     }
+
+    fn waited_for(&self) -> String {
+        let Self { name, address, .. } = self;
+        let unopened = if self.state.lock().opened { "" } else { ", which has not opened it" };
+        format!("the next chunk of stream {name:?} of {address}{unopened}")
+    }
+
+    /// What is said to the producer until the end.
+    fn request(&self, generation: Option<u64>, limit: u64) -> Request {
+        let (stream, follower) = (self.name.clone(), Some(self.follower.clone()));
+        Request::StreamCredit(StreamCredit { stream, generation, follower, limit })
+    }
 }
 
 impl State {
@@ -218,10 +233,15 @@ impl Connector {
             ready: VecDeque::new(),
             end: None,
             credit: window.into(),
+            opened: false,
             abort: None,
         };
         state.carry_out(first);
+        let own = inner.next_pull();
+        let follower =
+            Follower { consumer: own.consumer.to_string(), incarnation: own.incarnation, number: own.pull };
         let incoming = Arc::new(Incoming {
+            follower,
             edge: edge.clone(),
             request: request.to_owned(),
             name,
@@ -243,8 +263,8 @@ impl StreamReceiver {
     ///
     /// # Errors
     /// `DeadlineExceeded`, after which it can be asked again. Otherwise the stream is over, and the same reason comes
-    /// again: the producer's own, `Aborted` when it dropped the stream, `PeerGone` or `PeerUnreachable`, whatever a
-    /// chunk could not be got for, `Closed`. `Forked` in a child process.
+    /// again: the producer's own, `Aborted` when it dropped the stream, `Busy` when somebody else follows it, `PeerGone`
+    /// or `PeerUnreachable`, whatever a chunk could not be got for, `Closed`. `Forked` in a child process.
     pub fn next(&mut self, deadline: Deadline) -> Result<Option<Received>> {
         block_on(self.next_async(deadline))
     }
@@ -261,7 +281,8 @@ impl StreamReceiver {
             }
             let incoming = Arc::clone(&self.incoming);
             let readable = async move { incoming.until(Incoming::is_readable).await };
-            self.inner.plane.within(deadline, "the next chunk of the stream", readable).await?;
+            let what = self.incoming.waited_for();
+            self.inner.plane.within(deadline, what, readable).await?;
         }
     }
 
@@ -328,6 +349,7 @@ async fn get(inner: &Arc<Inner>, incoming: &Incoming, number: u64) -> Item<Recei
         deadline: Deadline::NEVER,
         wait_for_offer: true,
         lease: incoming.lease,
+        put: None,
     };
     match inner.finish(inner.get(get, Blocking::Elsewhere).await) {
         Ok(received) if received.kind() == PayloadKind::StreamEnd => match read_end(&received) {
@@ -336,10 +358,20 @@ async fn get(inner: &Arc<Inner>, incoming: &Incoming, number: u64) -> Item<Recei
             Err(error) => Item::Failed(error.with_peer(incoming.address.as_str())),
         },
         Ok(received) => Item::Chunk(received),
-        Err(error) => {
-            Item::Failed(error.context(format_args!("chunk {number} of stream {:?}", incoming.name)))
-        }
+        Err(error) => Item::Failed(
+            refusal(inner, incoming, &error)
+                .await
+                .unwrap_or(error)
+                .context(format_args!("chunk {number} of stream {:?}", incoming.name)),
+        ),
     }
+}
+
+/// Why a chunk was served to somebody else: who follows the stream.
+async fn refusal(inner: &Inner, incoming: &Incoming, error: &Error) -> Option<Error> {
+    let limit = incoming.credit().ok().filter(|_| error.kind() == ErrorKind::Expired)?;
+    let told = tell(incoming, incoming.request(None, limit), inner.liveness()).await;
+    told.err().filter(|error| error.kind() == ErrorKind::Busy)
 }
 
 fn read_end(received: &Received) -> Result<End> {
@@ -361,16 +393,17 @@ async fn keep(liveness: Duration, incoming: Arc<Incoming>) {
             Err(None) => return,
             Err(Some(reason)) => {
                 let reason = reason.message().to_owned();
-                let abort = StreamAbort { stream: incoming.name.clone(), generation, reason };
+                let (stream, follower) = (incoming.name.clone(), Some(incoming.follower.clone()));
+                let abort = StreamAbort { stream, generation, follower, reason };
                 // A producer that does not hear it finds out by the silence.
                 let _ = tell(&incoming, Request::StreamAbort(abort), liveness).await;
                 return;
             }
         };
-        let credit = StreamCredit { stream: incoming.name.clone(), generation, limit };
-        let gone = match tell(&incoming, Request::StreamCredit(credit), liveness).await {
+        let gone = match tell(&incoming, incoming.request(generation, limit), liveness).await {
             Ok(said) => {
                 (seen, missed) = (true, 0);
+                incoming.state.lock().opened = true;
                 sent = sent.or(said);
                 None
             }

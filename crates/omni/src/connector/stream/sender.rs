@@ -16,7 +16,7 @@ use crate::connector::put::{Payload, PutOptions};
 use crate::connector::worker::block_on;
 use crate::connector::{Connector, Inner, Stored};
 use crate::key::{self, Edge};
-use crate::message::Refusal;
+use crate::message::{Follower, Refusal};
 use crate::payload::{Manifest, PayloadKind};
 use crate::stream::{ProducerAction, Send, StreamProducer};
 
@@ -49,6 +49,8 @@ pub(super) struct Outgoing {
 #[derive(Debug)]
 struct State {
     machine: StreamProducer,
+    /// Who follows it, once somebody has.
+    follower: Option<Follower>,
     /// When the consumer was heard of last; `None` before it follows.
     heard: Option<Instant>,
     /// The numbers that may not have been taken yet. They are taken in order.
@@ -66,6 +68,7 @@ impl Outgoing {
             generation,
             state: Mutex::new(State {
                 machine: StreamProducer::new(window),
+                follower: None,
                 heard: None,
                 untaken: VecDeque::new(),
             }),
@@ -85,14 +88,26 @@ impl Outgoing {
         self.state.lock().heard
     }
 
-    pub(super) fn credit(&self, limit: u64) -> Result<()> {
+    pub(super) fn credit(&self, follower: Option<&Follower>, limit: u64) -> Result<()> {
         {
             let mut state = self.state.lock();
+            state.check_follower(follower)?;
             state.machine.credit(limit)?;
             state.heard = Some(Instant::now());
+            if let (None, Some(follower)) = (&state.follower, follower) {
+                state.follower = Some(follower.clone());
+            }
         }
         self.wake();
         Ok(())
+    }
+
+    /// Whether this one may say something of the stream, which has one follower.
+    ///
+    /// # Errors
+    /// `Busy` for another than the first.
+    pub(super) fn check_follower(&self, follower: Option<&Follower>) -> Result<()> {
+        self.state.lock().check_follower(follower)
     }
 
     /// Its waiters are still to be woken.
@@ -144,6 +159,18 @@ impl Outgoing {
                 state.untaken.push_back((number, stored));
                 Ok(())
             }
+        }
+    }
+}
+
+impl State {
+    fn check_follower(&self, follower: Option<&Follower>) -> Result<()> {
+        match (&self.follower, follower) {
+            (Some(first), Some(other)) if first != other => {
+                let text = format!("the stream is followed already, by {:?}", first.consumer);
+                Err(Error::new(ErrorKind::Busy, text).with_advice("open a stream for each consumer"))
+            }
+            _ => Ok(()),
         }
     }
 }
@@ -217,7 +244,12 @@ impl StreamSender {
             }
             Ok(())
         };
-        self.inner.plane.within(deadline, "the consumer's credit for the next chunk", credit).await?
+        let name = &self.outgoing.name;
+        let what = match self.outgoing.heard() {
+            Some(_) => format!("the consumer's credit for the next chunk of stream {name:?}"),
+            None => format!("a consumer to follow stream {name:?}, and its credit for the next chunk"),
+        };
+        self.inner.plane.within(deadline, what, credit).await?
     }
 
     /// How many chunks were sent.
@@ -329,7 +361,8 @@ mod tests {
         // It is about to offer its first chunk.
         assert_eq!(older.outgoing.state.lock().machine.send().unwrap(), Send::Offer(0));
         let (late, reason) = (chunk(b"older"), "enough".to_owned());
-        let abort = StreamAbort { stream: older.outgoing.name.to_string(), generation: None, reason };
+        let abort =
+            StreamAbort { stream: older.outgoing.name.to_string(), generation: None, follower: None, reason };
         assert_eq!(pair.tell(&Request::StreamAbort(abort)), Answer::Ok);
         let mut newer = pair.sender.open_stream(&edge(), "r").unwrap();
         newer.send(&b"newer"[..], soon()).unwrap();
