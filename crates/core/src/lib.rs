@@ -11,6 +11,7 @@ mod id;
 mod location;
 mod memory;
 mod segment;
+pub mod spin;
 mod transfer;
 mod transport;
 

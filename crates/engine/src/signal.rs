@@ -4,7 +4,7 @@ use std::fmt;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use posthorse_core::Deadline;
+use posthorse_core::{Deadline, spin};
 
 use sync::{AtomicUsize, Condvar, Mutex, Ordering, fence};
 
@@ -44,13 +44,14 @@ impl Signal {
         wakers.into_iter().for_each(Waker::wake);
     }
 
-    /// Waits until `done`: spins for `spin`, then parks. Says whether it was done by the deadline.
-    pub(crate) fn wait(&self, spin: Duration, deadline: Deadline, done: impl Fn() -> bool) -> bool {
+    /// Waits until `done`: spins for `spin_for`, where that pays, then parks. Says whether it was done by the deadline.
+    pub(crate) fn wait(&self, spin_for: Duration, deadline: Deadline, done: impl Fn() -> bool) -> bool {
         if done() {
             return true;
         }
-        if !spin.is_zero() {
-            let until = Instant::now() + spin;
+        let begin = Instant::now();
+        if !spin_for.is_zero() && spin::pays(begin) {
+            let until = begin + spin_for;
             loop {
                 for _ in 0..32 {
                     std::hint::spin_loop();
@@ -63,7 +64,7 @@ impl Signal {
                     break;
                 }
                 // Whoever is to bring it about may need this core.
-                std::thread::yield_now();
+                spin::give_way();
             }
         }
         self.waiting.fetch_add(1, Ordering::SeqCst);

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use posthorse_core::{Error, ErrorKind, Result, TransportContext};
+use posthorse_core::{Error, ErrorKind, Result, TransportContext, spin};
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::event::{EventfdFlags, Timespec, eventfd};
 
@@ -175,7 +175,7 @@ impl Reactor {
 
     /// Works until told to stop and every lane has ended.
     pub(crate) fn run(mut self) {
-        let spin = Duration::from_micros(self.shared.config.spin_us);
+        let spin_for = Duration::from_micros(self.shared.config.spin_us);
         let tick = self.shared.config.tick();
         let mut events: Vec<epoll::Event> = Vec::with_capacity(256);
         let mut next_tick = Instant::now() + tick;
@@ -191,7 +191,7 @@ impl Reactor {
                 self.tick();
                 next_tick = now + tick;
             }
-            let polling = busy || self.stopping || now < spin_until;
+            let polling = busy || self.stopping || (now < spin_until && spin::pays(now));
             let timeout = if polling { Some(Duration::ZERO) } else { self.patience(next_tick - now) };
             if !polling {
                 self.handle.parked.store(true, Ordering::SeqCst);
@@ -219,10 +219,10 @@ impl Reactor {
                 moved |= self.ready(event.data.u64());
             }
             if moved {
-                spin_until = Instant::now() + spin;
+                spin_until = Instant::now() + spin_for;
             } else if polling {
                 // Whoever waits for what we just reported may need this core.
-                std::thread::yield_now();
+                spin::give_way();
             }
         }
         let mut inbox = self.handle.inbox.lock();
