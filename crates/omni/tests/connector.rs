@@ -337,6 +337,29 @@ fn many_threads_put_and_get_and_the_pools_are_whole_at_the_end() {
 }
 
 #[test]
+fn nothing_is_lost_whenever_a_deadline_passes() {
+    for transport in ["tcp", "shm"] {
+        let pair = Pair::by(transport);
+        let (bytes, mut random) = (pattern::bytes(1, 1 << 20), Random::new(7));
+        for n in 0..200 {
+            let key = format!("k{n}");
+            pair.put(&key, &bytes);
+            let got = loop {
+                let deadline = Deadline::after(Duration::from_micros(200 + random.below(3000)));
+                match pair.receiver.get(&edge(), &key, GetOptions::until(deadline)) {
+                    Ok(got) => break got,
+                    // The get before is still coming to its end.
+                    Err(error) if error.kind() == ErrorKind::Busy => {}
+                    Err(error) => assert_eq!(error.kind(), ErrorKind::DeadlineExceeded, "{error}"),
+                }
+            };
+            assert_eq!(pattern::check(1, got.bytes().unwrap()), None);
+        }
+        pair.assert_whole();
+    }
+}
+
+#[test]
 fn a_ticket_is_of_one_put() {
     let pair = Pair::by("shm");
     let put = |bytes: &[u8]| pair.sender.put(&edge(), "k", bytes, PutOptions::default()).unwrap();

@@ -355,7 +355,7 @@ impl Inner {
         let checksum = self.config.checksum.max(offered.checksum);
         let outcome = self.read_into_pool(get, size, grant, from, checksum);
         let done = if outcome.is_ok() { Outcome::Done } else { Outcome::Failed };
-        self.close_read(&get.address, &get.pull, done);
+        self.close(&get.address, &get.pull, done);
         outcome.map(|buffer| Received::own(buffer, size, offered.manifest.clone(), transport))
     }
 
@@ -414,9 +414,14 @@ impl Inner {
             Ok(()) => {
                 slot.fill(granted)?;
                 let buffer = slot.into_buffer()?;
-                outcome.map(|()| Received::own(buffer, size, offered.manifest.clone(), transport))
+                outcome?;
+                self.close(&get.address, &get.pull, Outcome::Done);
+                Ok(Received::own(buffer, size, offered.manifest.clone(), transport))
             }
             Err(error) => {
+                if outcome.is_ok() {
+                    self.give_up(get, Want::Write);
+                }
                 let withdrawn = slot.withdraw()?;
                 self.fencing.lock().push((grant, withdrawn));
                 self.timer.arm(Instant::now());
@@ -455,7 +460,7 @@ impl Inner {
     /// Tells the producer that a get has ended without its payload. It is told once, and in the background.
     fn give_up(&self, get: &Get, want: Want) {
         match want {
-            Want::Read => self.close_read(&get.address, &get.pull, Outcome::Failed),
+            Want::Read => self.close(&get.address, &get.pull, Outcome::Failed),
             Want::Write => {
                 let cancel = Cancel {
                     consumer: get.pull.consumer.to_string(),
@@ -467,8 +472,8 @@ impl Inner {
         }
     }
 
-    /// Tells the producer that its payload is read no more.
-    pub(super) fn close_read(&self, address: &str, pull: &PullId, outcome: Outcome) {
+    /// Tells the producer how a get has ended: its payload is touched no more.
+    pub(super) fn close(&self, address: &str, pull: &PullId, outcome: Outcome) {
         self.tell(address, &closing(pull, outcome));
     }
 
@@ -509,5 +514,33 @@ fn control_address(host: &str, port: u16) -> String {
         format!("[{host}]:{port}")
     } else {
         format!("{host}:{port}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::connector::tests::{Pair, edge, eventually, soon};
+
+    #[test]
+    fn a_payload_that_was_written_for_a_get_that_gave_up_is_still_offered() {
+        let pair = Pair::new(|_| {});
+        pair.put("k", b"x");
+        let inner = pair.receiver.inner();
+        let get = inner.begin_get(&edge(), "k", GetOptions::until(soon()), true).unwrap();
+        let (size, offered) = block_on(inner.query(&get, Want::Write)).unwrap();
+        let offered = offered.unwrap();
+        let (mut slot, mut grant, request) = inner.prepare_slot(&get, size, &offered).unwrap();
+        let granted = slot.grant(Some(grant.desc().token)).unwrap();
+        let reply = get.dialer.request_blocking(&get.address, request, soon()).unwrap();
+        assert_eq!(PullReply::decode(&reply).unwrap(), PullReply::Done(Some(1)));
+        // Its deadline passed before it heard that.
+        inner.give_up(&get, Want::Write);
+        grant.revoke(soon()).unwrap();
+        slot.fill(granted).unwrap();
+        drop(slot);
+        assert_eq!(pair.get("k").unwrap().bytes().unwrap(), b"x");
+        eventually("the end of the offer", || pair.sender.health().offers.offers == 0);
+        pair.assert_idle();
     }
 }

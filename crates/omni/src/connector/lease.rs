@@ -105,7 +105,7 @@ impl Drop for Lease {
         // The view goes first: what the producer hears next is true.
         self.memory = None;
         let Renewal { inner, address, pull } = &self.renewal;
-        inner.close_read(address, pull, Outcome::Done);
+        inner.close(address, pull, Outcome::Done);
     }
 }
 

@@ -28,8 +28,10 @@ pub(super) enum Serving {
     Queued(Box<Job>),
     /// A worker finds the consumer; whether the pull was called off meanwhile.
     Connecting { called_off: bool },
-    /// The payload is being written.
-    Writing(Arc<Batch>),
+    /// The payload is being written; how the claim ends if it was called off meanwhile.
+    Writing(Arc<Batch>, Option<Outcome>),
+    /// It is written, and the consumer has not yet said that it has it.
+    Written,
 }
 
 /// A grant, and the payload that stays where it is as long as that is not revoked.
@@ -96,7 +98,13 @@ impl State {
                 (Serving::Revoking(outcome, lent), Rest::Revoke(pull.clone()))
             }
             Some(Serving::Connecting { .. }) => (Serving::Connecting { called_off: true }, Rest::Nothing),
-            Some(Serving::Writing(batch)) => (Serving::Writing(Arc::clone(&batch)), Rest::Cancel(batch)),
+            Some(Serving::Writing(batch, _)) => {
+                (Serving::Writing(Arc::clone(&batch), Some(outcome)), Rest::Cancel(batch))
+            }
+            Some(Serving::Written) => {
+                self.end_claim(pull, outcome, now);
+                return Rest::Nothing;
+            }
         };
         self.serving.insert(pull.clone(), serving);
         rest
@@ -221,21 +229,29 @@ impl State {
     pub(super) fn writing(&mut self, pull: &PullId, batch: &Arc<Batch>) -> bool {
         let Some(serving) = self.serving.get_mut(pull) else { return false };
         let goes_on = matches!(serving, Serving::Connecting { called_off: false });
-        *serving = Serving::Writing(Arc::clone(batch));
+        *serving = Serving::Writing(Arc::clone(batch), (!goes_on).then_some(Outcome::Failed));
         goes_on
     }
 
-    /// A pull has ended, and nothing of it is under way any more.
+    /// Nothing of a pull is under way any more. Where all was written, its claim ends when the consumer says that it has
+    /// it, or that it gave up before it heard so: then the payload is still offered.
     pub(super) fn written(&mut self, pull: &PullId, outcome: Outcome, now: Instant) {
-        if self.serving.remove(pull).is_some() {
-            self.end_claim(pull, outcome, now);
+        match (self.serving.remove(pull), outcome) {
+            (None, _) => {}
+            (Some(Serving::Writing(_, None)), Outcome::Done) => {
+                self.serving.insert(pull.clone(), Serving::Written);
+            }
+            (Some(Serving::Writing(_, Some(called_off))), Outcome::Done) => {
+                self.end_claim(pull, called_off, now);
+            }
+            (Some(_), outcome) => self.end_claim(pull, outcome, now),
         }
     }
 
     /// Ends every pull: those that wait for a worker at once, the others when their batches have ended.
     pub(super) fn end_pulls(&mut self, now: Instant) -> Vec<Rest> {
         let is_pull = |serving: &Serving| {
-            matches!(serving, Serving::Queued(_) | Serving::Connecting { .. } | Serving::Writing(_))
+            matches!(serving, Serving::Queued(_) | Serving::Connecting { .. } | Serving::Writing(..))
         };
         let pulls = self.serving.iter().filter(|(_, serving)| is_pull(serving));
         let pulls: Vec<PullId> = pulls.map(|(pull, _)| pull.clone()).collect();
@@ -245,7 +261,7 @@ impl State {
     /// The batches under way.
     pub(super) fn writes(&self) -> Vec<Arc<Batch>> {
         let batch = |serving: &Serving| match serving {
-            Serving::Writing(batch) => Some(Arc::clone(batch)),
+            Serving::Writing(batch, _) => Some(Arc::clone(batch)),
             _ => None,
         };
         self.serving.values().filter_map(batch).collect()

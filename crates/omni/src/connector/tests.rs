@@ -37,7 +37,7 @@ fn config(role: Role) -> ConnectorConfig {
 }
 
 /// Waits for what comes about in the background.
-fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
+pub(super) fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
     let until = Instant::now() + Duration::from_secs(15);
     while !is_so() {
         assert!(Instant::now() < until, "{what} did not come about");
@@ -47,7 +47,7 @@ fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
 
 pub(super) struct Pair {
     pub(super) sender: Connector,
-    receiver: Connector,
+    pub(super) receiver: Connector,
     address: String,
 }
 
@@ -74,11 +74,11 @@ impl Pair {
         Answer::decode(&self.ask(request)).unwrap()
     }
 
-    fn put(&self, key: &str, payload: &[u8]) {
+    pub(super) fn put(&self, key: &str, payload: &[u8]) {
         self.sender.put(&edge(), key, payload, PutOptions::default()).unwrap();
     }
 
-    fn get(&self, key: &str) -> Result<Received> {
+    pub(super) fn get(&self, key: &str) -> Result<Received> {
         self.receiver.get(&edge(), key, GetOptions::until(soon()))
     }
 
@@ -103,7 +103,7 @@ impl Pair {
     }
 
     /// Nobody has a claim, and nothing is done for one.
-    fn assert_idle(&self) {
+    pub(super) fn assert_idle(&self) {
         eventually("the end of all claims", || {
             let state = self.sender.inner().state.lock();
             state.offers.stats().claims == 0
