@@ -73,7 +73,7 @@ impl Peer {
         let output = process.stdout.take();
         // The thread ends with the child's output.
         let (sender, answers) = mpsc::sync_channel(16);
-        thread::spawn(move || {
+        let read = move || {
             let Some(output) = output else { return };
             let mut output = BufReader::new(output);
             loop {
@@ -83,7 +83,12 @@ impl Peer {
                     return;
                 }
             }
-        });
+        };
+        if let Err(error) = thread::Builder::new().spawn(read) {
+            let _ = process.kill();
+            let _ = process.wait();
+            return Err(failed()(error));
+        }
         Ok(Self { name, process, input, answers })
     }
 

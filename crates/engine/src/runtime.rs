@@ -1,11 +1,16 @@
 //! The control runtime, which can be stopped from anywhere.
 
+use std::io;
+use std::panic::catch_unwind;
 use std::thread;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use posthorse_core::{Error, Result};
+use posthorse_core::{Error, ErrorKind, Result};
 use tokio::runtime::{Handle, Runtime};
+
+/// How long a thread that blocks stays without work: a century.
+const FOR_EVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 
 /// The threads on which an engine waits for peers.
 ///
@@ -14,14 +19,27 @@ use tokio::runtime::{Handle, Runtime};
 pub(crate) struct ControlRuntime(Mutex<Option<Runtime>>);
 
 impl ControlRuntime {
+    /// # Errors
+    /// `LimitReached` when the system gives no threads, `Io` when it gives no event queue.
     pub(crate) fn start() -> Result<Self> {
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(1)
-            .max_blocking_threads(64)
-            .thread_name("engine-control")
-            .enable_all()
-            .build()
-            .map_err(|error| Error::os("start the control runtime", &error))?;
+        // Tokio panics where it can have no thread at all. One that blocks is made now, and none ever ends for want of
+        // work, so that this cannot happen later.
+        let started = catch_unwind(|| {
+            let runtime = tokio::runtime::Builder::new_multi_thread()
+                .worker_threads(1)
+                .max_blocking_threads(64)
+                .thread_keep_alive(FOR_EVER)
+                .thread_name("engine-control")
+                .enable_all()
+                .build()?;
+            drop(runtime.spawn_blocking(|| {}));
+            Ok(runtime)
+        });
+        let started = started.map_err(|_| {
+            Error::new(ErrorKind::LimitReached, "the system gives no threads for the control runtime")
+                .with_advice("raise RLIMIT_NPROC (`ulimit -u`), or the limit of processes of the container")
+        })?;
+        let runtime = started.map_err(|error: io::Error| Error::os("start the control runtime", &error))?;
         Ok(Self(Mutex::new(Some(runtime))))
     }
 

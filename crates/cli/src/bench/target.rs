@@ -100,13 +100,18 @@ pub(crate) fn run(args: &TargetArgs) -> Outcome {
             note(format_args!("refused {from}: {MAX_CONNECTIONS} connections are served already"));
             continue;
         }
-        let (end, connections) = (Arc::clone(&end), Arc::clone(&connections));
-        thread::spawn(move || {
+        let end = Arc::clone(&end);
+        let place = Arc::clone(&connections);
+        let serve = move || {
             if let Err(error) = serve(stream, &end) {
                 note(format_args!("{from}: {error}"));
             }
+            place.fetch_sub(1, Ordering::Relaxed);
+        };
+        if let Err(error) = thread::Builder::new().spawn(serve) {
             connections.fetch_sub(1, Ordering::Relaxed);
-        });
+            note(format_args!("refused {from}: no thread can be had for it: {error}"));
+        }
     }
 }
 

@@ -24,6 +24,7 @@ use std::borrow::Cow;
 use std::fmt;
 use std::future::poll_fn;
 use std::mem;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::mpsc as std_mpsc;
@@ -40,6 +41,8 @@ pub use limits::ControlLimits;
 pub use listener::{Listener, Peer, Responder, Service};
 use task::Task;
 
+/// How long a thread that blocks stays without work: a century.
+const FOR_EVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 /// How long connections may take to flush their last replies when the control plane closes.
 const FLUSH: Duration = Duration::from_millis(500);
 
@@ -66,7 +69,7 @@ impl ControlPlane {
     /// Starts the thread.
     ///
     /// # Errors
-    /// `Io` when the system gives no thread or event queue, `InvalidConfig` for limits out of range.
+    /// `Io` or `LimitReached` when the system gives no thread or event queue, `InvalidConfig` for limits out of range.
     pub fn start(limits: ControlLimits) -> Result<Self> {
         limits.check()?;
         let fork = Arc::new(ForkGuard::new()?);
@@ -74,10 +77,17 @@ impl ControlPlane {
             .enable_all()
             // For names that have to be resolved, and for what awaited gets copy.
             .max_blocking_threads(64)
+            .thread_keep_alive(FOR_EVER)
             .thread_name("omni-blocking")
             .build()
             .map_err(|e| Error::os("starting the control plane's runtime", &e))?;
         let handle = runtime.handle().clone();
+        // Tokio panics where it can have no thread that blocks at all. One is made now, and none ever ends for want of
+        // work, so that this cannot happen later.
+        catch_unwind(AssertUnwindSafe(|| drop(handle.spawn_blocking(|| {})))).map_err(|_| {
+            Error::new(ErrorKind::LimitReached, "the system gives no threads for the control plane")
+                .with_advice("raise RLIMIT_NPROC (`ulimit -u`), or the limit of processes of the container")
+        })?;
         let (stop, mut stopped) = watch::channel(false);
         let (alive, mut all_gone) = mpsc::channel::<()>(1);
         let weak = alive.downgrade();
