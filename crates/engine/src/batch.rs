@@ -69,7 +69,8 @@ impl BatchCore {
 /// How a submission is to be carried out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SubmitOptions {
-    /// When the transfers end at the latest: what is not done by then ends as timed out.
+    /// When what is not done is called off, and ends as timed out, which may take a moment more. What is done by then
+    /// stays done: a small transfer may be done before anybody looks at its deadline, even one that has passed already.
     pub deadline: Deadline,
     /// How much is compared at the far end before a transfer is called done.
     pub checksum: Checksum,
@@ -130,7 +131,8 @@ impl Batch {
     }
 
     /// As [`Batch::submit`], followed by a message to a peer that is delivered when all the requests are done.
-    /// The message is a task of its own, after those of the requests; if one of them fails it is not sent.
+    /// The message is a task of its own, after those of the requests; if one of them fails it is not sent. The number
+    /// of the first task is returned: of the first request, or of the message where there are no requests.
     ///
     /// # Errors
     /// As [`Batch::submit`].
@@ -211,7 +213,7 @@ impl Batch {
         self.core.outcome()
     }
 
-    /// Waits until the tasks of one group have ended, whatever the others do.
+    /// Waits until the tasks of one group have ended, whatever the others do. A group without requests has ended.
     ///
     /// # Errors
     /// As [`Batch::wait`], for the tasks of the group.

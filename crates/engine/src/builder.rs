@@ -133,6 +133,9 @@ impl EngineBuilder {
         for transport in transports {
             inner.install(transport)?;
         }
+        for name in inner.transports.unknown_in_order() {
+            tracing::warn!("transport_order names {name:?}, which is neither built in nor installed");
+        }
         if let Some(missing) = inner.transports.missing() {
             // It may be installed later.
             tracing::warn!("{}", missing.message());

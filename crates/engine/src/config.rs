@@ -39,7 +39,8 @@ pub struct EngineConfig {
     pub max_notification_bytes: usize,
     /// How long a shutdown waits for control work that is under way.
     pub fence_timeout_ms: u64,
-    /// What the application wants all peers to agree on, such as a hash of model and layout.
+    /// What the application wants all peers to agree on, such as a hash of model and layout. A side without one agrees
+    /// with every other.
     pub fingerprint: Option<String>,
     /// The host that peers are told, as the first half of this engine's name; empty finds one that is routable.
     pub advertise: String,
@@ -103,6 +104,21 @@ fn part<T: Serialize + DeserializeOwned + Default>(
     environment.apply(part, config, read, |_| None, check)
 }
 
+/// A part's own error does not know where the part stands: several have a key of that name.
+fn of_part(part: &str, error: Error) -> Error {
+    match error.kind() {
+        ErrorKind::InvalidConfig => {
+            Error::new(ErrorKind::InvalidConfig, format!("{part}.{}", error.message()))
+        }
+        _ => error.context(format_args!("transport {part}")),
+    }
+}
+
+#[cfg(feature = "shm")]
+fn check_shm(shm: &posthorse_shm::ShmConfig) -> Result<()> {
+    posthorse_shm::ShmTransport::new(shm.clone()).map(drop)
+}
+
 /// The longest fingerprint, in bytes: peers refuse longer ones.
 pub const MAX_FINGERPRINT_BYTES: usize = 1024;
 
@@ -143,11 +159,16 @@ impl FromStr for TransportChoice {
             None if text == "auto" => Ok(Self::Auto),
             Some(("prefer", name)) if !name.is_empty() => Ok(Self::Prefer(name.to_owned())),
             Some(("require", name)) if !name.is_empty() => Ok(Self::Require(name.to_owned())),
-            _ => Err(Error::invalid_config(
-                "transport",
-                format_args!("{text:?}"),
-                "auto, prefer:NAME, require:NAME",
-            )),
+            _ => {
+                let accepted = "auto, prefer:NAME, require:NAME";
+                // The name alone does not say which of the two is meant.
+                let is_name = !text.is_empty() && !text.contains(':') && is_host(text);
+                let accepted = match is_name {
+                    true => format!("{accepted}, such as require:{text}"),
+                    false => accepted.to_owned(),
+                };
+                Err(Error::invalid_config("transport", format_args!("{text:?}"), &accepted))
+            }
         }
     }
 }
@@ -180,8 +201,24 @@ impl EngineConfig {
     /// Checks every value.
     ///
     /// # Errors
-    /// `InvalidConfig`, naming the key, the value and what is accepted.
+    /// `InvalidConfig`, naming the key, the value and what is accepted; a key of the handshake or of a transport with its
+    /// part, such as `tcp.liveness_ms`.
     pub fn validate(&self) -> Result<()> {
+        self.check_own()?;
+        self.handshake.validate().map_err(|error| of_part(HANDSHAKE, error))?;
+        #[cfg(feature = "tcp")]
+        if let Some(tcp) = &self.tcp {
+            tcp.validate().map_err(|error| of_part(TCP, error))?;
+        }
+        #[cfg(feature = "shm")]
+        if let Some(shm) = &self.shm {
+            check_shm(shm).map_err(|error| of_part(SHM, error))?;
+        }
+        Ok(())
+    }
+
+    /// Checks the engine's own values, and not those of its parts.
+    fn check_own(&self) -> Result<()> {
         let fingerprint = self.fingerprint.as_ref().map_or(0, String::len);
         if fingerprint > MAX_FINGERPRINT_BYTES {
             let accepted = format!("text of up to {MAX_FINGERPRINT_BYTES} bytes");
@@ -259,7 +296,7 @@ impl EngineConfig {
     /// # Errors
     /// `InvalidConfig`, naming the variable, the value and what is accepted.
     pub fn overridden_by(self, environment: &Environment) -> Result<Self> {
-        let mut config = part(environment, ENGINE, self, Self::validate)?;
+        let mut config = part(environment, ENGINE, self, Self::check_own)?;
         config.handshake = part(environment, HANDSHAKE, config.handshake, HandshakeConfig::validate)?;
         #[cfg(feature = "tcp")]
         if let Some(tcp) = config.tcp.take() {
@@ -267,9 +304,7 @@ impl EngineConfig {
         }
         #[cfg(feature = "shm")]
         if let Some(shm) = config.shm.take() {
-            let check =
-                |shm: &posthorse_shm::ShmConfig| posthorse_shm::ShmTransport::new(shm.clone()).map(drop);
-            config.shm = Some(part(environment, SHM, shm, check)?);
+            config.shm = Some(part(environment, SHM, shm, check_shm)?);
         }
         Ok(config)
     }
@@ -334,6 +369,26 @@ mod tests {
     }
 
     #[test]
+    fn a_bad_value_of_a_part_is_named_with_the_part() {
+        for (config, named) in [
+            (r#"{"handshake": {"liveness_ms": 0}}"#, "handshake.liveness_ms is 0; accepted: "),
+            #[cfg(feature = "tcp")]
+            (r#"{"tcp": {"liveness_ms": 0}}"#, "tcp.liveness_ms is 0; accepted: 60 to 3600000"),
+            #[cfg(feature = "shm")]
+            (r#"{"shm": {"liveness_ms": 0}}"#, "shm.liveness_ms is 0; accepted: 1 to 3600000"),
+        ] {
+            let config: EngineConfig = serde_json::from_str(config).unwrap();
+            let error = config.validate().unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidConfig);
+            assert!(error.message().starts_with(named), "{error}");
+            // A variable may mend what the file says.
+            let part = named.split('.').next().unwrap();
+            let mended = [(environment::variable(part, "liveness_ms"), "100")].into_iter().collect();
+            config.overridden_by(&mended).unwrap().validate().unwrap();
+        }
+    }
+
+    #[test]
     fn the_liveness_reaches_the_handshake_and_each_transport() {
         let config = EngineConfig::default().liveness_ms(700);
         assert_eq!(config.handshake.liveness_ms, 700);
@@ -381,6 +436,11 @@ mod tests {
         for bad in ["", "tcp", "prefer:", "require", "insist:tcp"] {
             let error = preference(bad).unwrap_err().to_string();
             assert!(error.contains("transport") && error.contains(&format!("{bad:?}")), "{error}");
+            assert_eq!(
+                error.contains(&format!("such as require:{bad}")),
+                matches!(bad, "tcp" | "require"),
+                "{error}"
+            );
         }
     }
 }

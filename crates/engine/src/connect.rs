@@ -131,8 +131,14 @@ impl Inner {
         }
         let outcome = self.connect_transport(peer, id, reconnecting);
         if let Err(error) = &outcome {
-            let peer_name = peer.name.as_str();
-            tracing::info!(peer = peer_name, transport = id.0, %error, "no path by this transport");
+            let (peer, transport) = (peer.name.as_str(), self.transports.name(id));
+            match error.kind() {
+                // Each engine has transports that do not reach every peer.
+                ErrorKind::Unsupported | ErrorKind::NoPath => {
+                    tracing::debug!(peer, transport, %error, "no path by this transport");
+                }
+                _ => tracing::info!(peer, transport, %error, "no path by this transport"),
+            }
         }
         let restarted =
             outcome.as_ref().err().filter(|error| error.kind() == ErrorKind::PeerRestarted).cloned();

@@ -380,6 +380,10 @@ impl Drop for Owner {
     }
 }
 
+/// What to do with a message that a transport cannot take.
+const LONG_NOTICE: &str = "send less, or write it to the peer's memory and send where it lies; over tcp the limit is the \
+                           key `notify_bytes` of tcp, at both ends";
+
 impl Inner {
     pub(crate) fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Acquire)
@@ -567,6 +571,10 @@ impl Inner {
                     // As with slices: the path is down or unknown.
                     _ => self.path_down(&path, &error),
                 }
+                let error = match error.kind() {
+                    ErrorKind::TooLarge => error.with_advice(LONG_NOTICE),
+                    _ => error,
+                };
                 let error = posthorse_core::SliceError { error, far_end: posthorse_core::FarEnd::Quiet };
                 self.slice_ended(submission, piece, Err(&error), &mut Some(path));
             }

@@ -69,7 +69,7 @@ impl Environment {
             let Some(value) = values.into_iter().find(|value| with(value.clone()).is_ok()) else {
                 let accepted = match accepted(&key) {
                     Some(accepted) => accepted.to_owned(),
-                    None => in_words(&key, &default, with, &check),
+                    None => in_words(&key, text.to_str().unwrap_or("?"), &default, with, &check),
                 };
                 return Err(Error::invalid_config(&variable, format_args!("{text:?}"), &accepted));
             };
@@ -134,6 +134,7 @@ fn meanings(text: &str, default: &Value) -> Vec<Value> {
 /// ends of what a type may hold, they do.
 fn in_words<T>(
     key: &str,
+    text: &str,
     default: &Value,
     with: impl Fn(Value) -> Result<T>,
     check: impl Fn(&T) -> Result<()>,
@@ -149,7 +150,12 @@ fn in_words<T>(
         _ => {
             let largest = [u64::MAX, u32::MAX.into(), u16::MAX.into(), u8::MAX.into()];
             let Some(largest) = largest.into_iter().find(|number| takes((*number).into())) else {
-                return "another value".to_owned();
+                // It takes certain texts, and may say which.
+                let refusal = with(text.into()).err();
+                let words = refusal.as_ref().and_then(|error| error.message().split_once("accepted: "));
+                // Without the refusal's kind, which the error that is made of these words has too.
+                let words = words.map(|(_, words)| words.split(" [").next().unwrap_or(words));
+                return words.unwrap_or("another value").to_owned();
             };
             let refusal = |number: u64| {
                 let error = with(number.into()).and_then(|config| check(&config)).err()?;
@@ -236,7 +242,7 @@ mod tests {
     fn a_bad_value_is_refused_with_the_variable_the_value_and_what_is_accepted() {
         for (name, value, parts) in [
             ("POSTHORSE_ENGINE_SPIN_US", "fast", ["\"fast\"", "accepted: 0 to"]),
-            ("POSTHORSE_ENGINE_TRANSPORT", "tcp", ["\"tcp\"", "require:NAME"]),
+            ("POSTHORSE_ENGINE_TRANSPORT", "tcp", ["\"tcp\"", "require:NAME, such as require:tcp"]),
             ("POSTHORSE_ENGINE_MAX_ATTEMPTS", "-1", ["\"-1\"", "accepted: 1 to 60"]),
             ("POSTHORSE_HANDSHAKE_BIND", "here", ["\"here\"", "accepted: IP addresses separated by commas"]),
             ("POSTHORSE_HANDSHAKE_DEFAULT_PORT", "70000", ["\"70000\"", "accepted: 1 to 65535"]),
@@ -261,6 +267,7 @@ mod tests {
             for part in parts {
                 assert!(error.message().contains(part), "{part} is missing in {error}");
             }
+            assert!(!error.message().contains("InvalidConfig"), "{error}");
         }
     }
 

@@ -82,13 +82,11 @@ impl<'a> Builder<'a> {
         let (local, writable) = self.region(request.local.region())?;
         let local = local.slice(request.local.offset(), request.len)?;
         if request.opcode == Opcode::Read && !writable {
-            return Err(Error::new(
-                ErrorKind::AccessDenied,
-                format!(
-                    "region {} cannot be written, so nothing can be read into it",
-                    request.local.region()
-                ),
-            ));
+            let region = request.local.region();
+            let message = format!("the local region {region} is read-only, so nothing can be read into it");
+            // The kind's own advice is meant for a peer's memory.
+            return Err(Error::new(ErrorKind::AccessDenied, message)
+                .with_advice("read into memory that was registered as writable, or write from this one"));
         }
         let peer = self.peer(request.remote.segment)?;
         if request.remote.address.checked_add(request.len).is_none() {

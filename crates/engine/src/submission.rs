@@ -8,8 +8,8 @@ use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 use posthorse_core::{
-    Checksum, Deadline, Error, ErrorKind, GrantToken, Opcode, Pin, Priority, RegionId, Route, TransferState,
-    TransferStatus, View,
+    Checksum, Deadline, Error, ErrorClass, ErrorKind, GrantToken, Opcode, Pin, Priority, RegionId, Route,
+    TransferState, TransferStatus, View,
 };
 
 use crate::batch::BatchCore;
@@ -300,6 +300,7 @@ impl Submission {
                 task.bytes.fetch_add(len, Ordering::AcqRel);
             }
             Err(error) => {
+                let error = if group.is_some() { self.of_request(index, error) } else { error };
                 self.batch.note_failure(&error);
                 let _ = task.error.set(error);
             }
@@ -312,6 +313,17 @@ impl Submission {
             .is_some_and(|left| left.fetch_sub(1, Ordering::AcqRel) == 1);
         let left = self.tasks_left.fetch_sub(1, Ordering::AcqRel) - 1;
         Progress { group_ended, notice_due: left == 1 && self.notice.is_some(), all_ended: left == 0 }
+    }
+
+    /// Says which of several requests it was, as of those that are refused at once. What befalls a peer, a path or the
+    /// engine is not one request's alone.
+    fn of_request(&self, index: usize, error: Error) -> Error {
+        let own = matches!(error.class(), ErrorClass::Misuse | ErrorClass::Data);
+        if own && error.kind() != ErrorKind::Closed && self.work.requests.len() > 1 {
+            error.context(format_args!("request {index}"))
+        } else {
+            error
+        }
     }
 
     /// Whether the task of a piece has failed already, so that the rest of it need not go out.

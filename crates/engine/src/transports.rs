@@ -119,6 +119,12 @@ impl Transports {
         self.installed().into_iter().map(|slot| (slot.id, slot.name)).collect()
     }
 
+    /// What a transport is called, or was before it was uninstalled.
+    pub(crate) fn name(&self, id: TransportId) -> String {
+        let state = self.state.read();
+        state.slots.get(usize::from(id.0)).map(|slot| slot.name.clone()).unwrap_or_default()
+    }
+
     pub(crate) fn get(&self, id: TransportId) -> Option<Arc<dyn Transport>> {
         let state = self.state.read();
         let slot = state.slots.get(usize::from(id.0)).filter(|slot| slot.standing == Standing::Installed)?;
@@ -137,6 +143,18 @@ impl Transports {
                 format!("no transport {name:?} is installed; installed: {}", names.join(", ")),
             )
         })
+    }
+
+    /// The names in the configured order that stand for nothing: most likely they are misspelt.
+    pub(crate) fn unknown_in_order(&self) -> Vec<&str> {
+        // The default order names what may be built in.
+        let mut known = EngineConfig::default().transport_order;
+        known.extend(self.names().into_iter().map(|(_, name)| name));
+        self.order
+            .iter()
+            .map(String::as_str)
+            .filter(|name| !known.iter().any(|known| known == name))
+            .collect()
     }
 
     /// Why requests that leave their route open get none, or not the one that was meant: the configuration names a
@@ -227,5 +245,26 @@ impl Transports {
             TransportChoice::Require(name) => Route::Require(named(name).unwrap_or(NOBODY)),
         };
         (state.slice_length, state.route) = (slice_length, route);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use posthorse_testkit::MemoryHub;
+
+    use super::*;
+
+    #[test]
+    fn names_in_the_order_that_stand_for_nothing_are_found() {
+        let order = ["smh", "memory", "tcp", "rdma"].map(str::to_owned).to_vec();
+        let transports =
+            Transports::new(&EngineConfig { transport_order: order, ..EngineConfig::default() }).unwrap();
+        assert_eq!(transports.unknown_in_order(), ["smh", "memory"]);
+        let memory: Arc<dyn Transport> = MemoryHub::new().transport();
+        let id = transports.reserve(&memory).unwrap();
+        transports.started(id, Value::Null);
+        assert_eq!(transports.unknown_in_order(), ["smh"]);
+        transports.take_out(id);
+        assert_eq!((transports.name(id).as_str(), transports.name(NOBODY).as_str()), ("memory", ""));
     }
 }

@@ -226,6 +226,19 @@ fn an_engine_and_what_it_lent_are_not_there_in_a_forked_child() {
 }
 
 #[test]
+fn a_notification_that_is_too_long_for_tcp_is_refused_with_the_key() {
+    let mut config = EngineConfig { advertise: "127.0.0.1".to_owned(), shm: None, ..EngineConfig::default() };
+    config.tcp.as_mut().unwrap().notify_bytes = 16;
+    let (a, b) = (TransferEngine::builder().config(config).build().unwrap(), engine());
+    let segment = a.open(b.name(), soon()).unwrap();
+    a.notify(&segment, &[1; 16], soon()).unwrap();
+    let error = a.notify(&segment, &[1; 17], soon()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::TooLarge);
+    assert!(error.message().contains("17 bytes; accepted: up to 16"), "{error}");
+    assert!(error.advice().is_some_and(|advice| advice.contains("notify_bytes")), "{error}");
+}
+
+#[test]
 fn a_notification_arrives_by_each_transport() {
     let (a, b) = (engine(), engine());
     let segment = a.open(b.name(), soon()).unwrap();

@@ -15,6 +15,7 @@ use posthorse_core::{
     TransportId,
 };
 use posthorse_engine::{EngineConfig, SubmitOptions, TaskId};
+use posthorse_memory::ForeignMemory;
 use posthorse_testkit::memory::{self, HeapRegion};
 use posthorse_testkit::pattern;
 use support::{Pair, SEED, World, filled, holds, request, soon};
@@ -248,6 +249,25 @@ fn grants_bound_what_a_peer_may_touch_until_they_are_revoked() {
     let mut batch = a.batch();
     batch.submit(&[request], OPTIONS).unwrap();
     assert_eq!(batch.wait(soon()).unwrap_err().kind(), ErrorKind::AccessDenied);
+    // Of several, it is said which.
+    let empty = TransferRequest { len: 0, ..request };
+    let mut batch = a.batch();
+    batch.submit(&[empty, request, empty], OPTIONS).unwrap();
+    let error = batch.wait(soon()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::AccessDenied);
+    assert!(error.message().starts_with("request 1: "), "{error}");
+}
+
+#[test]
+fn a_read_into_memory_that_cannot_be_written_is_refused_with_advice_that_helps() {
+    let pair = Pair::new(4096);
+    let constant = ForeignMemory::shared(vec![0; 64].into());
+    let constant = pair.a.register(Arc::new(constant), Access::None).unwrap();
+    let read = TransferRequest { local: constant.at(0), ..pair.read(0, 64) };
+    let error = pair.a.batch().submit(&[read], OPTIONS).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::AccessDenied);
+    assert!(error.message().contains("local region") && error.message().contains("read-only"), "{error}");
+    assert!(error.advice().is_some_and(|advice| !advice.contains("grant")), "{error}");
 }
 
 #[test]
