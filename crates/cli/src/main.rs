@@ -20,6 +20,7 @@ use clap::{Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
 use crate::outcome::{Failure, Outcome, note};
+use crate::units::{SIZE_AND_TIME_HELP, SIZE_HELP};
 
 /// What to log, in the syntax of `tracing_subscriber::EnvFilter`.
 const LOG_VARIABLE: &str = "POSTHORSE_LOG";
@@ -40,7 +41,7 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Exchange tensors between two processes, in every way there is, and check every byte
-    #[command(after_help = DEMO_EXAMPLES)]
+    #[command(after_help = format!("{DEMO_EXAMPLES}\n\n{SIZE_HELP}\nThe book's page Measuring explains the columns."))]
     Demo(demo::DemoArgs),
     /// The demo's second process
     #[command(hide = true)]
@@ -49,7 +50,7 @@ enum Command {
     #[command(subcommand, after_help = BENCH_EXAMPLES)]
     Bench(bench::Bench),
     /// Strain two processes with puts and gets from many threads, and check every byte
-    #[command(after_help = SOAK_EXAMPLES)]
+    #[command(after_help = format!("{SOAK_EXAMPLES}\n\n{SIZE_AND_TIME_HELP}"))]
     Soak(soak::SoakArgs),
     /// The soak test's second process
     #[command(hide = true)]
@@ -101,10 +102,7 @@ fn random() -> Outcome<u64> {
 
 fn start_log() -> Outcome {
     let filter = match std::env::var(LOG_VARIABLE) {
-        Ok(text) => EnvFilter::try_new(&text).map_err(|error| {
-            let accepted = "a level such as warn or debug, or directives such as posthorse_tcp=debug";
-            Failure::Usage(format!("{LOG_VARIABLE} is {text:?}: {error}; accepted: {accepted}"))
-        })?,
+        Ok(text) => log_filter(&text)?,
         Err(_) => EnvFilter::new("warn"),
     };
     tracing_subscriber::fmt()
@@ -117,11 +115,39 @@ fn start_log() -> Outcome {
     Ok(())
 }
 
+fn log_filter(text: &str) -> Outcome<EnvFilter> {
+    let refused = |why: &str| {
+        let accepted =
+            "a level such as warn or debug, or directives such as posthorse_tcp=debug, separated by commas";
+        Failure::Usage(format!("{LOG_VARIABLE} is {text:?}: {why}; accepted: {accepted}"))
+    };
+    // The filter takes these, and then logs what nobody would expect.
+    if text.split(',').any(|directive| directive.trim_end().ends_with('=')) {
+        return Err(refused("a directive has no level after its ="));
+    }
+    if text.contains(',') && text.split(',').any(|directive| directive.trim().is_empty()) {
+        return Err(refused("a directive is empty"));
+    }
+    EnvFilter::try_new(text).map_err(|error| refused(&error.to_string()))
+}
+
 #[cfg(test)]
 mod tests {
     use clap::CommandFactory;
 
     use super::*;
+
+    #[test]
+    fn what_to_log_is_understood_or_refused() {
+        for good in ["warn", "", "posthorse_tcp=debug", "info,posthorse_tcp=debug", "[call{a=1}]=debug"] {
+            assert!(log_filter(good).is_ok(), "{good}");
+        }
+        for bad in ["bogus=,,", "bogus=", "warn,", ",", "warn,,info", "a=b=c"] {
+            let error = log_filter(bad).unwrap_err();
+            let named = format!("POSTHORSE_LOG is {bad:?}: ");
+            assert!(matches!(&error, Failure::Usage(why) if why.starts_with(&named)), "{error:?}");
+        }
+    }
 
     #[test]
     fn the_command_line_is_consistent() {

@@ -3,6 +3,44 @@
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::time::Duration;
 
+/// What the helps say of sizes.
+macro_rules! sizes {
+    () => {
+        "a whole number with one of B, KiB, MiB, GiB, TiB (powers of 1024), KB, MB, GB, TB (powers of 1000)"
+    };
+}
+
+/// What the helps say of durations.
+macro_rules! times {
+    () => {
+        "a whole number above 0 with one of us, ms, s, m, h"
+    };
+}
+
+/// The end of the help of a command that takes sizes.
+pub(crate) const SIZE_HELP: &str =
+    concat!("SIZE is ", sizes!(), ": 64KiB, 190MiB; without a unit it is bytes.");
+
+/// The end of the help of a command that takes sizes and durations.
+pub(crate) const SIZE_AND_TIME_HELP: &str = concat!(
+    "SIZE is ",
+    sizes!(),
+    ": 64KiB, 190MiB; without a unit it is bytes.\nTIME is ",
+    times!(),
+    ": 500ms, 3s."
+);
+
+/// The end of the help of a command that takes lists of sizes besides.
+pub(crate) const LISTS_HELP: &str = concat!(
+    "NAMES, OPS, SIZES and COUNTS are one or more, separated by commas: 4KiB,1MiB.\n",
+    "A size is ",
+    sizes!(),
+    "; without a unit it is bytes.\nTIME is ",
+    times!(),
+    ": 500ms, 3s.\n",
+    "The book's page Measuring explains the columns."
+);
+
 /// What each unit of size stands for, in bytes, largest first.
 const SIZES: &[(&str, u64)] = &[
     ("TiB", 1 << 40),
@@ -23,9 +61,7 @@ const TIMES: &[(&str, u64)] =
 
 /// Reads a size: `4096`, `64KiB`, `190MiB`, `1GB`.
 pub(crate) fn parse_size(text: &str) -> Result<u64, String> {
-    let accepted =
-        "a whole number with one of B, KiB, MiB, GiB, TiB (powers of 1024), KB, MB, GB, TB (powers of 1000)";
-    parse(text, SIZES).ok_or_else(|| format!("not a size; accepted: {accepted}"))
+    parse(text, SIZES).ok_or_else(|| concat!("not a size; accepted: ", sizes!()).to_owned())
 }
 
 /// Reads a size that is not zero.
@@ -46,7 +82,7 @@ pub(crate) fn parse_address(text: &str) -> Result<SocketAddr, String> {
 pub(crate) fn parse_duration(text: &str) -> Result<Duration, String> {
     match parse(text, TIMES) {
         Some(micros) if micros > 0 => Ok(Duration::from_micros(micros)),
-        _ => Err("not a duration; accepted: a whole number above 0 with one of us, ms, s, m, h".to_owned()),
+        _ => Err(concat!("not a duration; accepted: ", times!()).to_owned()),
     }
 }
 
@@ -66,6 +102,17 @@ pub(crate) fn size(bytes: u64) -> String {
     match SIZES.iter().filter(|(name, _)| !name.is_empty()).find(exact) {
         Some((unit, scale)) => format!("{} {unit}", bytes / scale),
         None => format!("{bytes} B"),
+    }
+}
+
+/// A size for people: one decimal in the largest power of 1024 that it reaches, such as `185.9 MiB`.
+pub(crate) fn rounded_size(bytes: u64) -> String {
+    let reached = |(_, scale): &&(&str, u64)| scale.is_power_of_two() && *scale > 1 && bytes >= *scale;
+    match SIZES.iter().find(reached) {
+        Some((unit, scale)) if !bytes.is_multiple_of(*scale) => {
+            format!("{:.1} {unit}", bytes as f64 / *scale as f64)
+        }
+        _ => size(bytes),
     }
 }
 
@@ -142,6 +189,21 @@ mod tests {
         assert_eq!(size(256 << 20), "256 MiB");
         assert_eq!(size(194_969_600), "190400 KiB");
         assert_eq!(size(1000), "1000 B");
+    }
+
+    #[test]
+    fn sizes_for_people_have_one_decimal() {
+        for (bytes, text) in [
+            (0, "0 B"),
+            (1023, "1023 B"),
+            (4096, "4 KiB"),
+            (57_344, "56 KiB"),
+            (194_969_600, "185.9 MiB"),
+            (3 << 29, "1.5 GiB"),
+            (u64::MAX, "16777216.0 TiB"),
+        ] {
+            assert_eq!(rounded_size(bytes), text);
+        }
     }
 
     #[test]

@@ -139,9 +139,46 @@ fn wrong_usage_names_argument_value_and_what_is_accepted() {
         assert!(output.stdout.is_empty(), "{arguments:?}");
         assert!(parts.iter().all(|part| said.contains(part)), "{arguments:?}: {said}");
     }
-    let output = posthorse(&["demo"]).env("POSTHORSE_LOG", "no=such=level").output().unwrap();
-    assert_eq!(output.status.code(), Some(2));
-    assert!(text(&output.stderr).contains("no=such=level"));
+    for log in ["no=such=level", "bogus=,,"] {
+        let output = posthorse(&["demo"]).env("POSTHORSE_LOG", log).output().unwrap();
+        assert_eq!(output.status.code(), Some(2));
+        assert!(text(&output.stderr).contains(log));
+    }
+}
+
+#[test]
+fn cells_that_are_left_out_are_named_once_each() {
+    let output = output(&["bench", "local", "--block", "256MiB,512MiB", "--memory", "1MiB", "--batch", "1"]);
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    let mut lines: Vec<&str> = said.lines().filter(|line| line.starts_with("left out: ")).collect();
+    assert_eq!(lines.len(), 4, "{said}");
+    assert_eq!(lines[0], "left out: 256 MiB x 1, threads 1: more than --memory 1 MiB");
+    lines.dedup();
+    assert_eq!(lines.len(), 4, "{said}");
+}
+
+#[test]
+fn demo_says_why_there_is_no_lease() {
+    let lease = |transport: &str| {
+        let output = output(&["demo", "--transport", transport, "--size", "57344", "--count", "1"]);
+        (text(&output.stdout).contains("lease"), text(&output.stderr).contains("left out: lease"))
+    };
+    assert_eq!(lease("shm"), (true, false));
+    assert_eq!(lease("tcp"), (false, true));
+}
+
+#[test]
+fn a_transport_that_is_misspelt_in_the_order_is_named_in_a_warning() {
+    let output = posthorse(&["demo", "--size", "57344", "--count", "1"])
+        .env("POSTHORSE_LOG", "warn")
+        .env("POSTHORSE_ENGINE_TRANSPORT_ORDER", "tcp,smh")
+        .output()
+        .unwrap();
+    let said = text(&output.stderr);
+    assert!(output.status.success(), "{said}");
+    assert!(said.contains("transport_order names \"smh\""), "{said}");
+    assert!(!said.contains("names \"tcp\""), "{said}");
 }
 
 #[test]
@@ -215,6 +252,15 @@ fn a_second_process_that_is_stopped_is_reported() {
 
 #[test]
 fn help_has_examples_and_the_version_is_said() {
+    for arguments in [&["demo", "--help"][..], &["soak", "--help"], &["bench", "target", "--help"]] {
+        assert!(printed(arguments).contains("KiB, MiB, GiB, TiB (powers of 1024)"), "{arguments:?}");
+    }
+    for bench in ["local", "initiator", "omni"] {
+        let help = printed(&["bench", bench, "--help"]);
+        for part in ["separated by commas", "GiB, TiB (powers of 1024)", "us, ms, s, m, h"] {
+            assert!(help.contains(part), "{part} is missing in {help}");
+        }
+    }
     assert!(printed(&["demo", "--help"]).contains("posthorse demo --transport tcp"));
     assert!(printed(&["bench", "--help"]).contains("posthorse bench report rows.jsonl"));
     assert!(printed(&["soak", "--help"]).contains("--chaos"));

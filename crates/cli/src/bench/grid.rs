@@ -95,8 +95,7 @@ impl Grid {
                         Ok(Cell { suite, transport, op, block, batch, threads })
                     } else {
                         Err(format!(
-                            "left out: {} threads with batches of {batch} x {} need more than --memory {}",
-                            threads,
+                            "left out: {} x {batch}, threads {threads}: more than --memory {}",
                             units::size(block),
                             units::size(memory)
                         ))

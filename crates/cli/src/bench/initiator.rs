@@ -1,5 +1,6 @@
 //! The initiator's side of the engine's benches: what `bench initiator` and `bench local` measure.
 
+use std::collections::HashSet;
 use std::net::SocketAddr;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
@@ -55,8 +56,12 @@ pub(crate) fn measure(suite: &'static str, address: SocketAddr, grid: &Grid) -> 
     }
     let measured = cells.iter().filter(|(.., cell)| cell.is_ok()).count() as u32;
     // Once for the product and once for the limit.
-    note(format_args!("{measured} measurements, about {:.0?} in all", 2 * grid.duration * measured));
+    if measured > 0 {
+        note(format_args!("{measured} measurements, about {:.0?} in all", 2 * grid.duration * measured));
+    }
     let mut rows = Vec::new();
+    // What does not fit does so whatever the transport and operation.
+    let mut left_out = HashSet::new();
     for (transport, op, cell) in cells {
         match cell {
             Ok(cell) => {
@@ -65,7 +70,11 @@ pub(crate) fn measure(suite: &'static str, address: SocketAddr, grid: &Grid) -> 
                 file.write(&row)?;
                 rows.push(row);
             }
-            Err(why) => note(why),
+            Err(why) => {
+                if left_out.insert(why.clone()) {
+                    note(why);
+                }
+            }
         }
     }
     if rows.is_empty() {

@@ -83,23 +83,25 @@ impl Row {
     }
 }
 
+/// The columns of the table.
+const HEAD: [&str; 13] = [
+    "transport",
+    "op",
+    "block",
+    "batch",
+    "threads",
+    "GB/s",
+    "p50 us",
+    "p99 us",
+    "cpu s/GB",
+    "limit GB/s",
+    "limit p50 us",
+    "ratio",
+    "limit",
+];
+
 /// The rows as a table.
 pub(crate) fn render(rows: &[Row]) -> String {
-    let head = [
-        "transport",
-        "op",
-        "block",
-        "batch",
-        "threads",
-        "GB/s",
-        "p50 us",
-        "p99 us",
-        "cpu s/GB",
-        "limit GB/s",
-        "limit p50 us",
-        "ratio",
-        "limit",
-    ];
     let cells = |row: &Row| {
         let mut cells = vec![row.transport.clone(), row.op.clone(), units::size(row.block_bytes)];
         cells.extend([row.batch, row.threads].map(|value| value.to_string()));
@@ -110,7 +112,7 @@ pub(crate) fn render(rows: &[Row]) -> String {
         cells.push(row.limit.clone());
         cells
     };
-    table::render(&head, &rows.iter().map(cells).collect::<Vec<_>>())
+    table::render(&HEAD, &rows.iter().map(cells).collect::<Vec<_>>())
 }
 
 /// One line for a person who watches.
@@ -210,6 +212,15 @@ pub(crate) mod tests {
         assert_eq!(value.as_object().unwrap().len(), fields.split_whitespace().count());
         let ratio = value["ratio_to_limit"].as_f64().unwrap();
         assert!((ratio - value["gb_per_s"].as_f64().unwrap() / 2.0).abs() < 0.001);
+    }
+
+    #[test]
+    fn the_book_explains_each_column() {
+        let page = include_str!("../../../../docs/src/measuring.md");
+        let (_, benches) = page.split_once("## The benches").unwrap();
+        for column in HEAD.into_iter().filter(|column| *column != "transport") {
+            assert!(benches.contains(&format!("`{column}`")), "{column}");
+        }
     }
 
     #[test]

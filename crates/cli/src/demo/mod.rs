@@ -11,7 +11,7 @@ use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 
 use self::record::{Record, render};
-use crate::outcome::{Failure, Outcome, print};
+use crate::outcome::{Failure, Outcome, note, print};
 use crate::units::parse_size;
 
 pub(crate) use consumer::run as run_consumer;
@@ -47,6 +47,12 @@ pub(crate) fn run(args: &DemoArgs) -> Outcome {
     let mut pair = Pair::new(args.transport, &payload)?;
     let transport = pair.first_contact(args.transport)?;
     let modes = Mode::over(&transport);
+    if !modes.contains(&Mode::Lease) {
+        let lease = Mode::Lease.name();
+        note(format_args!(
+            "left out: {lease}, which reads the producer's memory in place; {transport} cannot"
+        ));
+    }
     let bar = ProgressBar::new(modes.len() as u64 * u64::from(args.count));
     if let Ok(style) = ProgressStyle::with_template("{msg:10} [{bar:40}] {pos}/{len}") {
         bar.set_style(style);

@@ -48,10 +48,12 @@ fn gb_per_s(bytes: u64, ms: f64) -> f64 {
     if ms > 0.0 { bytes as f64 / 1e6 / ms } else { 0.0 }
 }
 
+/// The columns of the table.
+const HEAD: [&str; 10] =
+    ["mode", "transport", "size", "tensors", "transfers", "put ms", "get ms", "GB/s", "best", "verified"];
+
 /// A line for each mode: the medians of its transfers, and the fastest.
 pub(crate) fn render(records: &[Record]) -> String {
-    let head =
-        ["mode", "transport", "size", "tensors", "transfers", "put ms", "get ms", "GB/s", "best", "verified"];
     let mut modes: Vec<Mode> = Vec::new();
     for record in records {
         if !modes.contains(&record.mode) {
@@ -68,7 +70,7 @@ pub(crate) fn render(records: &[Record]) -> String {
             Some(vec![
                 mode.name().to_owned(),
                 first.transport.clone(),
-                units::size(first.bytes),
+                units::rounded_size(first.bytes),
                 first.tensors.to_string(),
                 of_mode.len().to_string(),
                 format!("{:.3}", median(&of_mode, |record| record.put_ms)),
@@ -79,7 +81,7 @@ pub(crate) fn render(records: &[Record]) -> String {
             ])
         })
         .collect();
-    table::render(&head, &rows)
+    table::render(&HEAD, &rows)
 }
 
 fn median(records: &[&Record], value: impl Fn(&Record) -> f64) -> f64 {
@@ -120,6 +122,17 @@ mod tests {
         assert_eq!(value.as_object().unwrap().len(), fields.len());
         assert_eq!(value["mode"], "zero_copy");
         assert!((value["gb_per_s"].as_f64().unwrap() - 57_344.0 / 1.5e6).abs() < 1e-9);
+    }
+
+    #[test]
+    fn the_book_explains_each_mode_and_each_column_that_needs_it() {
+        let page = include_str!("../../../../docs/src/measuring.md");
+        let (demo, _) = page.split_once("## The benches").unwrap();
+        let plain = ["mode", "transport", "size", "tensors", "transfers"];
+        let columns = HEAD.into_iter().filter(|column| !plain.contains(column));
+        for word in Mode::ALL.iter().map(|mode| mode.name()).chain(columns) {
+            assert!(demo.contains(&format!("`{word}`")), "{word}");
+        }
     }
 
     #[test]
