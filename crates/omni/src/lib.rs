@@ -19,7 +19,8 @@ pub mod topology;
 pub use config::ConnectorConfig;
 pub use connector::{
     Connector, ConnectorBuilder, FollowOptions, GetOptions, Health, Lease, OwnTicket, Payload, PutOptions,
-    Received, Source, StreamReceiver, StreamSender, Tensor, Ticket,
+    Received, Source, StreamReceiver, StreamSender, Tensor, TensorBuffer, Ticket,
 };
 pub use key::Edge;
 pub use payload::TensorSet;
+pub use payload::envelope::TensorSpec;

@@ -13,7 +13,7 @@ use bytes::Bytes;
 use common::{Pair, build, config, edge, eventually, soon};
 use posthorse_core::{Checksum, DType, Deadline, ErrorKind};
 use posthorse_omni::config::Role;
-use posthorse_omni::{Connector, ConnectorConfig, GetOptions, PutOptions, Source, TensorSet};
+use posthorse_omni::{Connector, ConnectorConfig, GetOptions, PutOptions, Source, TensorSet, TensorSpec};
 use posthorse_testkit::{Random, pattern, peer};
 use serde::{Deserialize, Serialize};
 
@@ -357,6 +357,49 @@ fn nothing_is_lost_whenever_a_deadline_passes() {
         }
         pair.assert_whole();
     }
+}
+
+#[test]
+fn tensors_made_in_the_pool_go_out_without_a_copy() {
+    for transport in ["shm", "tcp"] {
+        let pair = Pair::by(transport);
+        let specs = [
+            TensorSpec { name: "keys", dtype: DType::BF16, shape: &[512, 4, 128] },
+            TensorSpec { name: "step", dtype: DType::I64, shape: &[] },
+        ];
+        let laid = |connector: &Connector| {
+            let mut laid = connector.alloc_tensors(&specs, soon()).unwrap();
+            assert_eq!(laid.tensors().len(), 2);
+            laid.tensor_mut("keys").unwrap().copy_from_slice(&pattern::bytes(5, 512 * 4 * 128 * 2));
+            laid.tensor_mut("step").unwrap().copy_from_slice(&7_i64.to_le_bytes());
+            let error = laid.tensor_mut("values").unwrap_err();
+            assert!(
+                error.message().contains("\"values\"; accepted: one of the 2 there are: keys, step"),
+                "{error}"
+            );
+            laid
+        };
+        for lease in [false, true] {
+            let buffer = laid(&pair.sender);
+            let used = pair.sender.health().pool.used;
+            pair.sender.put(&edge(), "k", buffer, PutOptions::default()).unwrap();
+            assert_eq!(pair.sender.health().pool.used, used);
+            let got =
+                pair.receiver.get(&edge(), "k", GetOptions { lease, ..GetOptions::until(soon()) }).unwrap();
+            assert_eq!(got.is_leased(), lease && transport == "shm");
+            assert_eq!(pattern::check(5, got.tensor("keys").unwrap().bytes()), None);
+            assert_eq!(got.tensor("step").unwrap().elements::<i64>().unwrap(), [7]);
+        }
+        // A buffer of another pool is copied.
+        pair.sender.put(&edge(), "k", laid(&pair.receiver), PutOptions::default()).unwrap();
+        assert_eq!(pair.get("k").unwrap().tensor("step").unwrap().elements::<i64>().unwrap(), [7]);
+        pair.assert_whole();
+    }
+    let pair = Pair::by("shm");
+    let twice = [TensorSpec { name: "a", dtype: DType::U8, shape: &[1] }; 2];
+    let error = pair.sender.alloc_tensors(&twice, soon()).unwrap_err();
+    assert!(error.message().contains("\"a\" for the second time"), "{error}");
+    pair.assert_whole();
 }
 
 #[test]

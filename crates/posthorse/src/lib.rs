@@ -21,7 +21,7 @@ pub use posthorse_engine::{EngineConfig, TransferEngine};
 pub use posthorse_omni::config::{Role, TransportChoice};
 pub use posthorse_omni::{
     Connector, ConnectorConfig, Edge, FollowOptions, GetOptions, Health, Payload, PutOptions, Received,
-    Source, StreamReceiver, StreamSender, Tensor, TensorSet, Ticket,
+    Source, StreamReceiver, StreamSender, Tensor, TensorBuffer, TensorSet, TensorSpec, Ticket,
 };
 
 /// The connector between stages, whole.

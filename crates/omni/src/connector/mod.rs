@@ -18,6 +18,7 @@ mod serve;
 mod serving;
 mod stored;
 mod stream;
+mod tensor_buffer;
 mod timer;
 mod worker;
 
@@ -52,6 +53,7 @@ pub(crate) use stored::Stored;
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) use stream::End as StreamEnd;
 pub use stream::{FollowOptions, StreamReceiver, StreamSender};
+pub use tensor_buffer::TensorBuffer;
 use timer::Timer;
 use worker::Workers;
 

@@ -9,7 +9,7 @@ use posthorse_buffer::ManagedBuffer;
 use posthorse_core::{Deadline, Error, ErrorKind, Incarnation, Result};
 use serde::{Deserialize, Serialize};
 
-use super::{Connector, Inner, Stored};
+use super::{Connector, Inner, Stored, TensorBuffer};
 use crate::key::Edge;
 use crate::offer::{Action, Terms};
 use crate::payload::{Manifest, PayloadKind, TensorSet, marker};
@@ -19,6 +19,8 @@ use crate::payload::{Manifest, PayloadKind, TensorSet, marker};
 pub enum Payload<'a> {
     /// A buffer of the connector's own pool: no copy. Buffers of other pools are copied.
     Buffer(ManagedBuffer),
+    /// Named tensors in a buffer of the connector's own pool: no copy. Those of other pools are copied.
+    TensorBuffer(TensorBuffer),
     /// Bytes: one copy.
     Bytes(&'a [u8]),
     /// Bytes that stay where they are and are sent from there: no copy. Few of them, and such as cannot be
@@ -32,6 +34,12 @@ pub enum Payload<'a> {
 impl From<ManagedBuffer> for Payload<'_> {
     fn from(buffer: ManagedBuffer) -> Self {
         Self::Buffer(buffer)
+    }
+}
+
+impl From<TensorBuffer> for Payload<'_> {
+    fn from(buffer: TensorBuffer) -> Self {
+        Self::TensorBuffer(buffer)
     }
 }
 
@@ -178,6 +186,11 @@ impl Inner {
         Ok(match payload {
             Payload::Buffer(buffer) if self.owns(&buffer) => bytes(buffer),
             Payload::Buffer(buffer) => bytes(self.place_bytes(buffer.bytes()?, deadline)?),
+            Payload::TensorBuffer(tensors) if self.owns(tensors.buffer()) => tensors.into_stored(None),
+            Payload::TensorBuffer(tensors) => {
+                let copy = self.place_bytes(tensors.buffer().bytes()?, deadline)?;
+                tensors.into_stored(Some(copy))
+            }
             Payload::Bytes([]) => return Err(no_bytes()),
             Payload::Shared(payload) if payload.is_empty() => return Err(no_bytes()),
             Payload::Bytes(payload) => bytes(self.place_bytes(payload, deadline)?),

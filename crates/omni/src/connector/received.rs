@@ -5,7 +5,7 @@ use posthorse_core::{Error, ErrorKind, Result};
 use serde::de::DeserializeOwned;
 
 use super::lease::Lease;
-use crate::payload::{Manifest, PayloadKind, TensorDesc, marker};
+use crate::payload::{Manifest, PayloadKind, TensorDesc, find_tensor, marker};
 
 /// A payload that has arrived: bytes, tensors or a value, in a block of the consumer's pool.
 ///
@@ -88,14 +88,8 @@ impl Received {
     /// # Errors
     /// `TypeMismatch` for other kinds of payload; `InvalidArgument`, naming those there are; `Forked` in a child process.
     pub fn tensor(&self, name: &str) -> Result<Tensor<'_>> {
-        let Some(desc) = self.manifest.tensors.iter().find(|desc| desc.name == name) else {
-            self.expect(PayloadKind::Tensors, "tensors")?;
-            let tensors = &self.manifest.tensors;
-            let names: Vec<_> = tensors.iter().take(20).map(|desc| desc.name.as_str()).collect();
-            let more = if tensors.len() > names.len() { ", ..." } else { "" };
-            let accepted = format!("one of the {} there are: {}{more}", tensors.len(), names.join(", "));
-            return Err(Error::invalid_argument("the name of a tensor", format_args!("{name:?}"), &accepted));
-        };
+        self.expect(PayloadKind::Tensors, "tensors")?;
+        let desc = find_tensor(&self.manifest.tensors, name)?;
         self.view(desc)
     }
 

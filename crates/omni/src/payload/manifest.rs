@@ -100,6 +100,19 @@ pub(super) fn bytes_of(dtype: DType, shape: &[u64]) -> Option<u64> {
     shape.iter().try_fold(dtype.size() as u64, |bytes, &count| bytes.checked_mul(count))
 }
 
+/// The tensor of this name.
+///
+/// # Errors
+/// `InvalidArgument`, naming those there are.
+pub(crate) fn find_tensor<'a>(tensors: &'a [TensorDesc], name: &str) -> Result<&'a TensorDesc> {
+    tensors.iter().find(|desc| desc.name == name).ok_or_else(|| {
+        let names: Vec<_> = tensors.iter().take(20).map(|desc| desc.name.as_str()).collect();
+        let more = if tensors.len() > names.len() { ", ..." } else { "" };
+        let accepted = format!("one of the {} there are: {}{more}", tensors.len(), names.join(", "));
+        Error::invalid_argument("the name of a tensor", format_args!("{name:?}"), &accepted)
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -11,5 +11,6 @@ pub mod marker;
 mod msgpack;
 mod tensor_set;
 
+pub(crate) use manifest::find_tensor;
 pub use manifest::{MAX_DIMENSIONS, MAX_TENSORS, Manifest, PayloadKind, TensorDesc};
 pub use tensor_set::{NamedTensor, TensorData, TensorSet};
