@@ -154,6 +154,17 @@ impl Peer {
                     .is_ok_and(|ready| ready > 0)
                     .then_some(())
             })?;
+        } else {
+            // Not every sandbox has that call.
+            patiently(&self.process, patience, |time| {
+                let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+                let has_ended = || waitid(WaitId::Pid(id), options).is_ok_and(|status| status.is_some());
+                (has_ended() || {
+                    thread::sleep(time);
+                    has_ended()
+                })
+                .then_some(())
+            })?;
         }
         Ok(self.process.try_wait().ok().flatten())
     }

@@ -187,7 +187,7 @@ fn backing<'a>(file: Option<&'a OwnedFd>, private: Backing<'a>) -> Backing<'a> {
 }
 
 fn create_file(len: usize, hugetlb: bool) -> Result<OwnedFd> {
-    memfd::create(len, hugetlb)
+    memfd::create("posthorse", len, hugetlb)
         .map_err(|error| Error::os(&format!("creating a memfd of {len} bytes"), &error.into()))
 }
 

@@ -19,7 +19,7 @@ pub use fork::ForkGuard;
 pub use host::HostMemory;
 pub use limits::{available_memory, huge_page_size, hugetlb_page_size, memlock_limit, page_size};
 pub use mapped::MappedFile;
-pub use memfd::reopen_read_only;
+pub use memfd::{reopen_read_only, sealed_file};
 pub use notice::Notice;
 pub use numa::numa_nodes;
 pub use options::{MemoryOptions, Pages};

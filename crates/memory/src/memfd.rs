@@ -8,14 +8,37 @@ use rustix::fs::{
     memfd_create, open,
 };
 use rustix::io::Errno;
+use rustix::process::{Resource, getrlimit};
 
-/// A memfd of `size` bytes that nobody can resize, and no other user can open.
-pub(crate) fn create(size: usize, hugetlb: bool) -> Result<OwnedFd, Errno> {
+/// A memfd of `size` bytes that nobody can resize, and no other user can open; `name` is seen in `/proc` alone.
+///
+/// # Errors
+/// `Io` with what the system says.
+pub fn sealed_file(name: &str, size: usize) -> Result<OwnedFd> {
+    create(name, size, false).map_err(|error| refused(size, error))
+}
+
+fn refused(size: usize, error: Errno) -> Error {
+    let error = Error::os(&format!("making a file in memory of {size} bytes"), &error.into());
+    if error.os_error() == Some(Errno::FBIG.raw_os_error()) {
+        error.with_advice("raise RLIMIT_FSIZE (`ulimit -f`), which holds for files in memory too")
+    } else {
+        error
+    }
+}
+
+/// The system would say so by a signal that ends the process.
+fn check_limit(size: usize, limit: Option<u64>) -> Result<(), Errno> {
+    if limit.is_some_and(|limit| limit < size as u64) { Err(Errno::FBIG) } else { Ok(()) }
+}
+
+pub(crate) fn create(name: &str, size: usize, hugetlb: bool) -> Result<OwnedFd, Errno> {
+    check_limit(size, getrlimit(Resource::Fsize).current)?;
     let kind = if hugetlb { MemfdFlags::HUGETLB } else { MemfdFlags::empty() };
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | kind;
-    let fd = match memfd_create("posthorse", flags | MemfdFlags::NOEXEC_SEAL) {
+    let fd = match memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL) {
         // Before Linux 6.3 a memfd could not be made without the right to execute it.
-        Err(Errno::INVAL) => memfd_create("posthorse", flags)?,
+        Err(Errno::INVAL) => memfd_create(name, flags)?,
         other => other?,
     };
     // By default every user may open it through /proc/PID/fd, if they can see that.
@@ -72,7 +95,7 @@ mod tests {
 
     #[test]
     fn a_created_file_cannot_be_resized_or_opened_by_others() {
-        let fd = create(8192, false).unwrap();
+        let fd = create("test", 8192, false).unwrap();
         assert_eq!(ftruncate(&fd, 4096), Err(Errno::PERM));
         assert_eq!(ftruncate(&fd, 16384), Err(Errno::PERM));
         assert_eq!(fcntl_add_seals(&fd, SealFlags::WRITE), Err(Errno::PERM), "the seals are sealed");
@@ -94,9 +117,17 @@ mod tests {
 
     #[test]
     fn a_read_only_descriptor_cannot_write() {
-        let fd = create(4096, false).unwrap();
+        let fd = create("test", 4096, false).unwrap();
         let read_only = reopen_read_only(&fd).unwrap();
         assert_eq!(rustix::io::write(&read_only, b"x"), Err(Errno::BADF));
         check_sealed(&read_only, 4096).unwrap();
+    }
+
+    #[test]
+    fn a_file_beyond_the_limit_of_files_is_refused_before_the_system_sends_a_signal() {
+        check_limit(4096, Some(4096)).unwrap();
+        check_limit(usize::MAX, None).unwrap();
+        let error = refused(4097, check_limit(4097, Some(4096)).unwrap_err()).to_string();
+        assert!(error.contains("4097 bytes") && error.contains("RLIMIT_FSIZE"), "{error}");
     }
 }

@@ -6,10 +6,7 @@ use std::ptr::{NonNull, null_mut};
 use std::sync::atomic::AtomicU64;
 
 use posthorse_core::{Error, ErrorKind, Result};
-use rustix::fs::{
-    MemfdFlags, Mode, SealFlags, fchmod, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create,
-};
-use rustix::io::Errno;
+use rustix::fs::{SealFlags, fcntl_get_seals, fstat};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 
 /// A mapping of 64-bit words, all zero at first. A child of `fork` does not have it.
@@ -30,17 +27,7 @@ unsafe impl Sync for Words {}
 impl Words {
     /// A new sealed memfd of `count` words, mapped read-write, and its descriptor.
     pub(crate) fn create(name: &str, count: usize) -> Result<(OwnedFd, Self)> {
-        let refused = |error: Errno| Error::os("creating a memfd for control words", &error.into());
-        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        let fd = match memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL) {
-            // Before Linux 6.3 that flag was unknown.
-            Err(Errno::INVAL) => memfd_create(name, flags),
-            other => other,
-        }
-        .map_err(refused)?;
-        fchmod(&fd, Mode::RUSR | Mode::WUSR).map_err(refused)?;
-        ftruncate(&fd, (count * size_of::<u64>()) as u64).map_err(refused)?;
-        fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL).map_err(refused)?;
+        let fd = posthorse_memory::sealed_file(name, count * size_of::<u64>())?;
         let words = Self::map_any(&fd, count, ProtFlags::READ | ProtFlags::WRITE)?;
         Ok((fd, words))
     }
@@ -132,6 +119,7 @@ mod tests {
     use std::sync::atomic::Ordering;
 
     use posthorse_memory::reopen_read_only;
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
     use super::*;
 
