@@ -476,3 +476,103 @@ fn an_exchange_is_a_future_of_any_executor() {
     assert!(matches!(Answer::decode(&reply).unwrap(), Answer::Refused(_)));
     plane.close(SOON.into()).unwrap();
 }
+
+/// Sends a request over a raw connection whose handshake is done.
+fn send(stream: &mut TcpStream, request: &Request) {
+    let body = request.encode().unwrap();
+    stream.write_all(&[&[1, 0, 0, body.len() as u8][..], &body].concat()).unwrap();
+}
+
+#[test]
+fn connections_that_never_ask_give_way_and_who_finds_no_room_is_told() {
+    let limits = ControlLimits { max_connections: 3, ..ControlLimits::default() };
+    let (plane, listener, service) = serve(limits);
+    let (seen, seen_rx) = mpsc::channel();
+    *service.seen.lock().unwrap() = Some(seen);
+    let address = listener.local_address();
+    let connect = || {
+        let mut stream = TcpStream::connect(address).unwrap();
+        stream.set_read_timeout(Some(SOON)).unwrap();
+        raw(&mut stream, "REQ");
+        stream
+    };
+    let mut waiting = connect();
+    send(&mut waiting, &Request::Ping);
+    seen_rx.recv_timeout(SOON).unwrap();
+    let (mut oldest, mut other) = (connect(), connect());
+    // There is room for one more each time: first the oldest goes that never asked, then the other.
+    let mut asking = connect();
+    assert_eq!(oldest.read(&mut [0]).unwrap(), 0);
+    send(&mut asking, &Request::Ping);
+    seen_rx.recv_timeout(SOON).unwrap();
+    let mut last = connect();
+    assert_eq!(other.read(&mut [0]).unwrap(), 0);
+    send(&mut last, &Request::Ping);
+    seen_rx.recv_timeout(SOON).unwrap();
+    // All that are there wait for their answers now.
+    let error = plane.dialer().request_blocking(&address.to_string(), query("k"), SOON.into()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::LimitReached, "{error}");
+    assert!(error.message().contains("3 control connections"), "{error}");
+    for responder in service.kept.lock().unwrap().drain(..) {
+        assert!(!responder.is_closed());
+        responder.reply(&Reply::Ok);
+    }
+    for stream in [&mut waiting, &mut asking, &mut last] {
+        stream.read_exact(&mut [0; 5]).unwrap();
+    }
+    plane.close(SOON.into()).unwrap();
+}
+
+#[test]
+fn connections_that_have_long_been_idle_give_way() {
+    let limits = ControlLimits { max_connections: 2, liveness: Duration::from_millis(50), ..quick() };
+    let (plane, listener, service) = serve(limits);
+    let (seen, seen_rx) = mpsc::channel();
+    *service.seen.lock().unwrap() = Some(seen);
+    let address = listener.local_address();
+    let idle: Vec<_> = (0..2)
+        .map(|_| {
+            let mut stream = TcpStream::connect(address).unwrap();
+            raw(&mut stream, "REQ");
+            send(
+                &mut stream,
+                &Request::Cancel(Cancel {
+                    consumer: "c".to_owned(),
+                    incarnation: posthorse_core::Incarnation(1),
+                    pull: 1,
+                }),
+            );
+            seen_rx.recv_timeout(SOON).unwrap();
+            stream.read_exact(&mut [0; 5]).unwrap();
+            stream
+        })
+        .collect();
+    let until = Instant::now() + SOON;
+    let dialer = plane.dialer();
+    while let Err(error) = dialer.request_blocking(&address.to_string(), query("k"), SOON.into()) {
+        assert!(error.kind() == ErrorKind::LimitReached && Instant::now() < until, "{error}");
+    }
+    drop(idle);
+    plane.close(SOON.into()).unwrap();
+}
+
+#[test]
+fn a_request_that_is_dropped_while_the_listener_closes_is_told_so() {
+    let (plane, listener, service) = serve(ControlLimits::default());
+    let (seen, seen_rx) = mpsc::channel();
+    *service.seen.lock().unwrap() = Some(seen);
+    let address = listener.local_address().to_string();
+    let exchange = plane.dialer().request(&address, Request::Ping.encode().unwrap(), SOON.into());
+    seen_rx.recv_timeout(SOON).unwrap();
+    let kept = loop {
+        if let Some(kept) = service.kept.lock().unwrap().pop() {
+            break kept;
+        }
+    };
+    listener.close();
+    drop(kept);
+    let reply = tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(exchange).unwrap();
+    let Answer::Refused(refusal) = Answer::decode(&reply).unwrap() else { panic!("not refused") };
+    assert_eq!(refusal.code, ErrorKind::Closed.code());
+    plane.close(SOON.into()).unwrap();
+}

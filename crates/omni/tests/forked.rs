@@ -21,7 +21,7 @@ use posthorse_omni::message::Request;
 use posthorse_omni::{
     Connector, FollowOptions, GetOptions, PutOptions, Received, Source, StreamReceiver, StreamSender,
 };
-use posthorse_testkit::assert_in_forked_child;
+use posthorse_testkit::{IdleChild, assert_in_forked_child};
 
 /// Each fork finds the other threads somewhere else.
 const FORKS: usize = 4;
@@ -307,4 +307,31 @@ fn a_control_plane_is_left_alone_by_a_forked_child() {
         thread::yield_now();
     };
     assert!(String::from_utf8_lossy(&reply).contains("of the parent"));
+}
+
+#[test]
+fn what_a_child_holds_keeps_no_port_bound_and_nobody_waiting() {
+    let pair = Pair::with(|config| {
+        common::require(config, "tcp");
+        config.memory_pool_size = 4 << 20;
+        // Nobody finds out by silence in the time of this test.
+        config.liveness_ms = 600_000;
+    });
+    let (_, port) = pair.sender.address().unwrap();
+    let waiting = thread::spawn({
+        let receiver = pair.receiver.clone();
+        move || receiver.get(&edge(), "never", GetOptions::until(soon()))
+    });
+    eventually("the wait", || pair.sender.health().offers.parked == 1);
+    let _child = IdleChild::fork();
+    pair.sender.close();
+    assert_eq!(waiting.join().unwrap().unwrap_err().kind(), ErrorKind::PeerGone);
+    assert_eq!(pair.get("new").unwrap_err().kind(), ErrorKind::PeerUnreachable);
+    let again = build(posthorse_omni::ConnectorConfig {
+        zmq_port: port,
+        memory_pool_size: 4 << 20,
+        ..config(Role::Sender)
+    });
+    again.put(&edge(), "new", &b"x"[..], PutOptions::default()).unwrap();
+    assert_eq!(again.address().unwrap().1, port);
 }

@@ -40,3 +40,35 @@ pub unsafe fn assert_in_forked_child(well: impl FnOnce() -> bool) {
         }
     }
 }
+
+/// A forked child that holds a copy of every descriptor and does nothing, until this is dropped.
+#[derive(Debug)]
+pub struct IdleChild(libc::pid_t);
+
+impl IdleChild {
+    /// Forks.
+    ///
+    /// # Panics
+    /// When there is no child.
+    pub fn fork() -> Self {
+        // SAFETY: the child calls nothing but `pause`, which takes no lock.
+        match unsafe { libc::fork() } {
+            -1 => panic!("the fork failed: {}", std::io::Error::last_os_error()),
+            0 => loop {
+                // SAFETY: it waits for a signal.
+                unsafe { libc::pause() };
+            },
+            child => Self(child),
+        }
+    }
+}
+
+impl Drop for IdleChild {
+    fn drop(&mut self) {
+        // SAFETY: the child is ours, and nobody else waits for it.
+        unsafe {
+            libc::kill(self.0, libc::SIGKILL);
+            libc::waitpid(self.0, std::ptr::null_mut(), 0);
+        }
+    }
+}

@@ -25,7 +25,7 @@ pub use clock::Clock;
 pub use control::ControlHub;
 pub use events::Events;
 pub use fault::{Disturbance, Failure, Fault, FaultRates, FaultTransport, Plan};
-pub use fork::assert_in_forked_child;
+pub use fork::{IdleChild, assert_in_forked_child};
 pub use leak::LeakCheck;
 pub use memory_transport::{MemoryHub, MemoryTransport};
 pub use random::Random;

@@ -11,7 +11,9 @@ use crate::message::MAX_MESSAGE_BYTES;
 pub struct ControlLimits {
     /// The longest message read from a peer, in bytes.
     pub max_message_bytes: usize,
-    /// The most connections that a listener serves; further ones are closed at once.
+    /// The most connections that a listener serves, and at most one for every two descriptors that the process may have.
+    /// For a further one, the oldest that has never asked anything makes room, else the one that has been idle longest,
+    /// past the liveness time; without any, it is refused with `LimitReached`.
     pub max_connections: usize,
     /// The most connections that a listener keeps in their handshake; a further one ends the oldest.
     pub max_handshakes: usize,

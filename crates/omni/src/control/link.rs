@@ -1,9 +1,11 @@
 //! One connection between two sockets.
 
+use std::net::Shutdown;
 use std::time::Duration;
 
 use bytes::Bytes;
 use posthorse_core::{Error, ErrorKind, Result};
+use socket2::SockRef;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout};
@@ -145,6 +147,13 @@ impl Link {
             Ok(_) => Err(Error::new(ErrorKind::PeerGone, "the peer does not read")),
             Err(error) => Err(gone(&error)),
         }
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        // A child process may hold the socket too: closing alone would leave the peer waiting.
+        let _ = SockRef::from(&self.stream).shutdown(Shutdown::Both);
     }
 }
 

@@ -3,22 +3,25 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::mem;
-use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use posthorse_core::{Error, ErrorKind, Result};
 use posthorse_memory::ForkGuard;
-use socket2::{Domain, Socket, Type};
+use rustix::io::Errno;
+use rustix::process::{Resource, getrlimit};
+use socket2::{Domain, SockRef, Socket, Type};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, watch};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, sleep_until, timeout};
 
 use super::link::{Link, Pulse};
-use super::zmtp::SocketType;
-use super::{ControlLimits, ControlPlane, FLUSH, Stay, until};
+use super::zmtp::{self, SocketType};
+use super::{ControlLimits, ControlPlane, FLUSH, Stay, closed, until};
 use crate::message::{Dialect, Reply, Request};
 
 /// What answers the peers of a listener.
@@ -48,13 +51,14 @@ impl fmt::Display for Peer {
     }
 }
 
-/// The right and duty to answer one request, once. Dropping it answers that the request was dropped.
+/// The right and duty to answer one request, once. Dropping it answers that the request was dropped, or that the
+/// listener was closed.
 #[derive(Debug)]
 #[must_use = "dropping a responder answers with an error"]
 pub struct Responder {
     dialect: Dialect,
     replies: Option<mpsc::UnboundedSender<Vec<u8>>>,
-    fork: Arc<ForkGuard>,
+    state: Arc<State>,
 }
 
 impl Responder {
@@ -81,8 +85,9 @@ impl Responder {
 
     fn send(&mut self, reply: &Reply) {
         let Some(replies) = self.replies.take() else { return };
-        if self.fork.is_forked() {
+        if self.state.fork.is_forked() {
             // The answer is the parent's to give; its task would be woken under locks that may be held for ever.
+            mem::forget(Arc::clone(&self.state));
             return mem::forget(replies);
         }
         let bytes = reply
@@ -96,7 +101,13 @@ impl Responder {
 impl Drop for Responder {
     fn drop(&mut self) {
         if self.replies.is_some() {
-            self.send(&Reply::refused(&Error::new(ErrorKind::Internal, "the request was dropped")));
+            // A child process sends nothing, and waits for no lock to find out what.
+            let error = if !self.state.fork.is_forked() && self.state.is_closing() {
+                closed()
+            } else {
+                Error::new(ErrorKind::Internal, "the request was dropped")
+            };
+            self.send(&Reply::refused(&error));
         }
     }
 }
@@ -196,15 +207,113 @@ fn serve_on(
         let _inside = plane.inner.handle.enter();
         TcpListener::from_std(socket).map_err(failed)?
     };
-    let server = Server { limits: plane.inner.limits.clone(), service, fork: Arc::clone(&plane.inner.fork) };
+    let server = Server {
+        limits: plane.inner.limits.clone(),
+        places: places(plane.inner.limits.max_connections),
+        service,
+        started: Instant::now(),
+        state: Arc::new(State {
+            fork: Arc::clone(&plane.inner.fork),
+            stopped: [stay.stopped.clone(), stopped.clone()],
+        }),
+    };
     plane.inner.handle.spawn(accept(socket, Arc::new(server), stay, stopped));
     Ok(Listener { address, stop, fork: Arc::clone(&plane.inner.fork) })
 }
 
 struct Server {
     limits: ControlLimits,
+    /// How many connections have a place at a time.
+    places: usize,
     service: Arc<dyn Service>,
+    started: Instant,
+    state: Arc<State>,
+}
+
+/// How the listener stands, for those who answer its peers.
+#[derive(Debug)]
+struct State {
     fork: Arc<ForkGuard>,
+    /// Whether the plane, or the listener, was told to stop.
+    stopped: [watch::Receiver<bool>; 2],
+}
+
+impl State {
+    fn is_closing(&self) -> bool {
+        self.stopped.iter().any(|stopped| *stopped.borrow())
+    }
+}
+
+impl Server {
+    /// Milliseconds since the listener began.
+    fn now(&self) -> u64 {
+        self.started.elapsed().as_millis() as u64
+    }
+}
+
+/// How many connections may have a place: control connections must leave descriptors to those that carry the bytes.
+fn places(limit: usize) -> usize {
+    let descriptors = getrlimit(Resource::Nofile).current.map_or(usize::MAX, |most| most as usize);
+    limit.min(descriptors / 2).max(1)
+}
+
+/// How a connection stands, as its own task says.
+#[derive(Debug, Default)]
+struct Standing {
+    ready: AtomicBool,
+    /// It has asked something.
+    asked: AtomicBool,
+    /// It waits for an answer.
+    waits: AtomicBool,
+    /// When it was asked or answered last, by the server's clock.
+    used: AtomicU64,
+}
+
+/// A connection's place.
+#[derive(Debug)]
+struct Place {
+    task: AbortHandle,
+    standing: Arc<Standing>,
+}
+
+/// The connections that have places, the oldest first.
+#[derive(Debug, Default)]
+struct Places(VecDeque<Place>);
+
+impl Places {
+    /// Forgets those that have ended.
+    fn tidy(&mut self) {
+        self.0.retain(|place| !place.task.is_finished());
+    }
+
+    /// Ends the oldest in its handshake, if there are as many.
+    fn bound_handshakes(&mut self, most: usize) {
+        let greets = |place: &&Place| !place.standing.ready.load(Ordering::Relaxed);
+        if self.0.iter().filter(greets).count() >= most {
+            let oldest = self.0.iter().position(|place| greets(&place));
+            self.end(oldest);
+        }
+    }
+
+    /// Ends one that can be done without: the oldest that has never asked anything; else the one that was used least
+    /// lately, and not since `quiet_since`, of those that wait for nothing.
+    fn make_room(&mut self, quiet_since: u64) -> bool {
+        let silent = self.0.iter().position(|place| !place.standing.asked.load(Ordering::Relaxed));
+        let unused = || {
+            let used = |place: &Place| place.standing.used.load(Ordering::Relaxed);
+            let waits = |place: &Place| place.standing.waits.load(Ordering::Relaxed);
+            let places = self.0.iter().enumerate();
+            let idle = places.filter(|(_, place)| !waits(place) && used(place) < quiet_since);
+            idle.min_by_key(|(_, place)| used(place)).map(|(at, _)| at)
+        };
+        let chosen = silent.or_else(unused);
+        self.end(chosen)
+    }
+
+    fn end(&mut self, at: Option<usize>) -> bool {
+        let place = at.and_then(|at| self.0.remove(at));
+        place.inspect(|place| place.task.abort()).is_some()
+    }
 }
 
 async fn accept(
@@ -216,60 +325,94 @@ async fn accept(
     let limits = &server.limits;
     let (end, ended) = watch::channel(false);
     let mut connections = JoinSet::new();
-    let mut handshakes: VecDeque<(AbortHandle, Arc<AtomicBool>)> = VecDeque::new();
+    let mut refusals = JoinSet::new();
+    let mut places = Places::default();
     let mut next = 0_u64;
     let mut failing = false;
     loop {
         let accepted = tokio::select! {
             accepted = socket.accept() => accepted,
             Some(_) = connections.join_next(), if !connections.is_empty() => continue,
+            Some(_) = refusals.join_next(), if !refusals.is_empty() => continue,
             () = until(&mut stay.stopped) => break,
             () = until(&mut stopped) => break,
         };
+        let quiet_since = server.now().saturating_sub(limits.liveness.as_millis() as u64);
+        places.tidy();
         let (stream, address) = match accepted {
             Ok(accepted) => accepted,
             Err(error) => {
-                // Out of file descriptors, most likely: others have to end first. It is said once, not in every round.
+                // It is said once, not in every round.
                 if !failing {
                     tracing::warn!(%error, "accepting control connections fails, and peers wait for it");
                 }
                 failing = true;
-                tokio::time::sleep(Duration::from_millis(20)).await;
+                if is_shortage(&error) && places.make_room(quiet_since) {
+                    // Its task has to run once more to give its descriptor back.
+                    tokio::task::yield_now().await;
+                } else {
+                    tokio::time::sleep(Duration::from_millis(20)).await;
+                }
                 continue;
             }
         };
         if mem::take(&mut failing) {
             tracing::warn!("control connections are accepted again");
         }
-        handshakes.retain(|(task, ready)| !task.is_finished() && !ready.load(Ordering::Relaxed));
-        if handshakes.len() >= limits.max_handshakes
-            && let Some((oldest, _)) = handshakes.pop_front()
-        {
-            oldest.abort();
-        }
-        if connections.len() >= limits.max_connections {
-            tracing::warn!(%address, limit = limits.max_connections, "refusing a control connection");
+        places.bound_handshakes(limits.max_handshakes);
+        if places.0.len() >= server.places && !places.make_room(quiet_since) {
+            tracing::warn!(%address, limit = server.places, "refusing a control connection");
+            if refusals.len() < MOST_REFUSALS {
+                refusals.spawn(refuse(stream, server.places));
+            }
             continue;
         }
         // An IPv4 peer of a socket for both is shown as what it is.
         let address = SocketAddr::new(address.ip().to_canonical(), address.port());
         let peer = Peer { address, connection: next };
         next += 1;
-        let ready = Arc::new(AtomicBool::new(false));
+        let standing = Arc::new(Standing::default());
         let (server, ended) = (Arc::clone(&server), ended.clone());
-        let task = connections.spawn(connection(stream, peer, server, Arc::clone(&ready), ended));
-        handshakes.push_back((task, ready));
+        let task = connections.spawn(connection(stream, peer, server, Arc::clone(&standing), ended));
+        places.0.push_back(Place { task, standing });
     }
+    // Where a child process holds the socket too, closing alone would leave the port bound, and peers waiting.
+    let _ = SockRef::from(&socket).shutdown(Shutdown::Both);
     drop(socket);
     end.send_replace(true);
     let _ = timeout(FLUSH, async { while connections.join_next().await.is_some() {} }).await;
+}
+
+/// Whether descriptors or memory are short, for this process or the system.
+fn is_shortage(error: &std::io::Error) -> bool {
+    let shortages = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM];
+    shortages.iter().any(|errno| error.raw_os_error() == Some(errno.raw_os_error()))
+}
+
+/// The most connections that are being told at a time that there is no room.
+const MOST_REFUSALS: usize = 64;
+
+/// Tells a peer that there is no room for it. What it has sent is read, since the system would take back what was said
+/// if that were left unread.
+async fn refuse(mut stream: TcpStream, limit: usize) {
+    let reason = format!("LimitReached: {limit} control connections are served, which is the limit");
+    let opening = [&zmtp::greeting()[..], &zmtp::error(&reason)].concat();
+    let told = async {
+        stream.write_all(&opening).await?;
+        stream.shutdown().await?;
+        let mut unread = [0; 256];
+        while stream.read(&mut unread).await? > 0 {}
+        std::io::Result::Ok(())
+    };
+    let _ = timeout(FLUSH, told).await;
+    let _ = SockRef::from(&stream).shutdown(Shutdown::Both);
 }
 
 async fn connection(
     stream: TcpStream,
     peer: Peer,
     server: Arc<Server>,
-    ready: Arc<AtomicBool>,
+    standing: Arc<Standing>,
     ended: watch::Receiver<bool>,
 ) {
     let limits = &server.limits;
@@ -278,10 +421,10 @@ async fn connection(
         Ok(link) => link,
         Err(error) => return tracing::debug!(%peer, %error, "a control connection did not come about"),
     };
-    ready.store(true, Ordering::Relaxed);
+    standing.ready.store(true, Ordering::Relaxed);
     // Also when this task is aborted.
     let _farewell = Farewell { peer, server: &server };
-    if let Err(error) = serve(&mut link, peer, &server, ended).await {
+    if let Err(error) = serve(&mut link, peer, &server, &standing, ended).await {
         tracing::debug!(%peer, %error, "a control connection ended");
     }
 }
@@ -297,7 +440,13 @@ impl Drop for Farewell<'_> {
     }
 }
 
-async fn serve(link: &mut Link, peer: Peer, server: &Server, mut ended: watch::Receiver<bool>) -> Result<()> {
+async fn serve(
+    link: &mut Link,
+    peer: Peer,
+    server: &Server,
+    standing: &Standing,
+    mut ended: watch::Receiver<bool>,
+) -> Result<()> {
     let limits = &server.limits;
     // Bounded by the requests that are unanswered: each takes one place.
     let (tx, mut rx) = mpsc::unbounded_channel::<Vec<u8>>();
@@ -309,9 +458,12 @@ async fn serve(link: &mut Link, peer: Peer, server: &Server, mut ended: watch::R
                 let Some(reply) = reply else { return Ok(()) };
                 outstanding -= 1;
                 link.send(&reply, limits.send_timeout).await?;
+                standing.used.store(server.now(), Ordering::Relaxed);
             }
             payload = link.message() => {
                 let payload = payload?;
+                standing.asked.store(true, Ordering::Relaxed);
+                standing.used.store(server.now(), Ordering::Relaxed);
                 if outstanding == 0 {
                     link.expect();
                 }
@@ -335,12 +487,16 @@ async fn serve(link: &mut Link, peer: Peer, server: &Server, mut ended: watch::R
                 };
             }
             () = until(&mut ended) => {
-                while let Ok(reply) = rx.try_recv() {
+                // Who has not answered yet does so, or drops the request, which is an answer too.
+                drop(tx);
+                while outstanding > 0 && let Some(reply) = rx.recv().await {
+                    outstanding -= 1;
                     link.send(&reply, FLUSH).await?;
                 }
                 return Ok(());
             }
         }
+        standing.waits.store(outstanding > 0, Ordering::Relaxed);
     }
 }
 
@@ -362,7 +518,7 @@ fn admit(
         Ok(request) => {
             *outstanding += 1;
             let (dialect, replies) = (request.dialect(), Some(replies.clone()));
-            let responder = Responder { dialect, replies, fork: Arc::clone(&server.fork) };
+            let responder = Responder { dialect, replies, state: Arc::clone(&server.state) };
             server.service.handle(&peer, request, responder);
             return None;
         }

@@ -191,7 +191,13 @@ impl Decoder {
             (b"ERROR", _) => {
                 let reason = split_short(data).map_or(&b""[..], |(reason, _)| reason);
                 let reason = crate::message::printable(&String::from_utf8_lossy(reason));
-                Err(Error::new(ErrorKind::PeerRefused, format!("ZMTP: the peer refused: {reason:?}")))
+                let message = format!("ZMTP: the peer refused: {reason:?}");
+                Err(if reason.starts_with(ErrorKind::LimitReached.name()) {
+                    let advice = "ask again later, or raise max_connections or the descriptor limit there";
+                    Error::new(ErrorKind::LimitReached, message).with_advice(advice)
+                } else {
+                    Error::new(ErrorKind::PeerRefused, message)
+                })
             }
             (_, State::Handshake) => Err(malformed("a command came before READY")),
             (b"PING", _) => match data.get(2..) {
@@ -251,6 +257,15 @@ pub(crate) fn ready(own: SocketType) -> Vec<u8> {
     }
     let mut out = Vec::new();
     push_frame(&mut out, COMMAND, &body);
+    out
+}
+
+/// The refusal of a connection, instead of READY: with a reason of at most 255 bytes.
+pub(crate) fn error(reason: &str) -> Vec<u8> {
+    let reason = reason.as_bytes();
+    let reason = &reason[..reason.len().min(255)];
+    let mut out = Vec::new();
+    push_frame(&mut out, COMMAND, &[b"\x05ERROR", &[reason.len() as u8][..], reason].concat());
     out
 }
 
