@@ -45,6 +45,18 @@ impl Inner {
         self.reach(&peer, Route::Auto, deadline).map(|_| Segment { peer })
     }
 
+    /// A life of a peer to which a path is up.
+    pub(crate) fn opened(&self, name: &str, incarnation: Incarnation) -> Option<Segment> {
+        self.check_open().ok()?;
+        let known =
+            if name == &*self.name { self.peers.by_id(SegmentId::LOCAL) } else { self.peers.by_name(name) };
+        let peer = known.filter(|peer| peer.incarnation == Some(incarnation))?;
+        match peer.choose(self.route(Route::Auto), |_, _| false) {
+            Decision::Use(..) => Some(Segment { peer }),
+            Decision::Connect(_) | Decision::None => None,
+        }
+    }
+
     /// The peer of a descriptor: the one we know, if it is the same life of it, else a new one.
     fn adopt(self: &Arc<Self>, desc: SegmentDesc) -> Result<Arc<Peer>> {
         if let Some(theirs) = &desc.hello {

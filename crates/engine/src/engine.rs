@@ -180,6 +180,11 @@ impl TransferEngine {
         self.inner().open(name, Some(incarnation), deadline)
     }
 
+    /// This life of a peer, if it is open and a path to it is up. Never waits.
+    pub fn opened(&self, name: &str, incarnation: Incarnation) -> Option<Segment> {
+        self.inner().opened(name, incarnation)
+    }
+
     /// The engine's own segment.
     ///
     /// # Errors

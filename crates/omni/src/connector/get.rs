@@ -148,7 +148,7 @@ impl Inner {
         outcome
     }
 
-    fn begin_get(
+    pub(super) fn begin_get(
         self: &Arc<Self>,
         edge: &Edge,
         key: &str,
@@ -214,7 +214,11 @@ impl Inner {
                 Blocking::Here => fetch(),
                 Blocking::Elsewhere => self.plane.run_blocking(fetch).await?,
             };
-            match fetched? {
+            let fetched = match fetched {
+                Ok(fetched) => fetched,
+                Err(error) => return Err(self.ended_by_producer(&get, error).await),
+            };
+            match fetched {
                 Some(received) => return Ok(received),
                 None => {
                     want = Want::Write;

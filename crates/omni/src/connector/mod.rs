@@ -5,12 +5,14 @@
 //! the producer's memory for itself, or reads it in place under a lease; from another host the producer writes
 //! into a slot that the consumer granted for this one get.
 
+mod ended;
 mod farewell;
 mod get;
 mod health;
 mod lease;
 mod place;
 mod put;
+mod reach;
 mod received;
 #[expect(unsafe_code, reason = "Rust cannot know who touches registered memory")]
 mod register;
@@ -102,6 +104,7 @@ pub(crate) struct Inner {
     pulls: AtomicU64,
     state: Mutex<State>,
     workers: Workers,
+    reaching: reach::Reaching,
     /// Producers by control address: whether they were found to be on this host.
     same_host: Mutex<HashMap<String, bool>>,
     /// Slots that were granted to producers which may still write to them.
@@ -176,6 +179,7 @@ impl ConnectorBuilder {
             copier: CopyPool::new(CopyPool::default_helpers())?,
             sources: Sources::default(),
             workers: Workers::start(config.workers as usize)?,
+            reaching: reach::Reaching::default(),
             engine,
             owns_engine,
             pool,
@@ -341,6 +345,7 @@ impl Owner {
         if let Some(listener) = self.listener.lock().take() {
             listener.close();
         }
+        inner.reaching.close();
         let workers = inner.workers.close();
         if let Err(error) = inner.plane.close(fence) {
             tracing::warn!(%error, "the control plane ends later");

@@ -4,10 +4,10 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use posthorse_core::{
-    Access, Deadline, Error, ErrorKind, Features, GrantDesc, Hello, Opcode, Priority, RemoteRange, Result,
-    TransferRequest,
+    Access, Deadline, Error, ErrorClass, ErrorKind, Features, GrantDesc, Hello, Opcode, Priority,
+    RemoteRange, Result, TransferRequest,
 };
-use posthorse_engine::{Batch, Precedence, SubmitOptions};
+use posthorse_engine::{Batch, Precedence, Segment, SubmitOptions};
 
 use super::get::closed;
 use super::serving::{Job, Lent, Rest, called_off};
@@ -33,7 +33,10 @@ impl Service for Server {
             Request::Cancel(cancel) => inner.answer_cancel(&cancel, responder),
             Request::Close(close) => inner.answer_close(&close, responder),
             Request::Renew(renew) => inner.answer_renew(&renew, responder),
-            Request::Ping => responder.reply(&Reply::Ok),
+            Request::Ping => match inner.check_open() {
+                Ok(()) => responder.reply(&Reply::Ok),
+                Err(error) => responder.refuse(&error),
+            },
             Request::Health => responder.reply(&Reply::Health(inner.health().to_json())),
             Request::StreamCredit(credit) => inner.answer_credit(&credit, responder),
             Request::StreamAbort(abort) => inner.answer_abort(&abort, responder),
@@ -110,16 +113,16 @@ impl Inner {
     /// Ends a claim: at once, or as soon as nothing touches the payload for it any more.
     fn end(&self, pull: &PullId, outcome: Outcome) {
         let rest = self.with_state(|state, now| state.end(pull, outcome, now));
-        self.carry_out_rest(rest, &called_off());
+        self.carry_out_rest(rest, &self.told(called_off()));
     }
 
     /// Ends what a consumer asked for and does not want any more.
     fn call_off(&self, pull: &PullId, outcome: Outcome) {
         let (parked, rest) = self.with_state(|state, now| state.call_off(pull, outcome, now));
         if let Some((parked, _)) = parked {
-            parked.refuse(&called_off());
+            parked.refuse(&self.told(called_off()));
         }
-        self.carry_out_rest(rest, &called_off());
+        self.carry_out_rest(rest, &self.told(called_off()));
     }
 
     /// Does what is left for a claim to end. `why` is what the consumer of a pull is told.
@@ -204,7 +207,7 @@ impl Inner {
             Want::Write => None,
             Want::Read => match self.grant_read(pull, &found.payload) {
                 Ok(grant) => grant,
-                Err(error) => return responder.refuse(&error),
+                Err(error) => return responder.refuse(&self.told(error)),
             },
         };
         if responder.is_closed() {
@@ -272,37 +275,81 @@ impl Inner {
         {
             return responder.refuse(&error);
         }
+        let reachable = match &pull.extra {
+            Some(_) => Ok(()),
+            None => Err(Error::new(ErrorKind::Unsupported, "pulls of foreign consumers are not served")),
+        };
+        let longest = Deadline::after(PULL_TIME);
+        let theirs = pull.extra.as_ref().and_then(|extra| extra.deadline_ms);
+        let deadline = theirs.map_or(longest, |ms| longest.min(Deadline::after(Duration::from_millis(ms))));
         let queued = self.with_state(|state, now| state.queue(&id, pull, responder, now));
         if let Err((error, responder)) = queued {
             return responder.refuse(&error);
         }
         let (inner, task) = (Arc::clone(self), id.clone());
-        if let Err(error) = self.workers.submit(move || inner.serve_pull(task)) {
+        let work = move || match reachable {
+            Ok(()) => match inner.engine.opened(&task.consumer, task.incarnation) {
+                Some(segment) => inner.serve_pull(task, deadline, Ok(segment)),
+                // No worker waits for that.
+                None => inner.reach(task, deadline),
+            },
+            Err(error) => inner.serve_pull(task, deadline, Err(error)),
+        };
+        if let Err(error) = self.workers.submit(work) {
             let rest = self.with_state(|state, now| state.end(&id, Outcome::Failed, now));
             self.carry_out_rest(rest, &error);
         }
     }
 
-    /// A worker's part of a pull.
-    fn serve_pull(self: &Arc<Self>, id: PullId) {
+    /// Serves a pull that waits, now that its consumer was reached, or could not be. Does not wait for the bytes.
+    pub(super) fn serve_pull(self: &Arc<Self>, id: PullId, deadline: Deadline, consumer: Result<Segment>) {
         let job = self.state.lock().connecting(&id);
         let Some(Job { pull, stored, responder }) = job else { return };
-        match self.write(&id, &pull, &stored) {
+        match consumer.and_then(|segment| self.write(&id, &pull, &stored, &segment, deadline)) {
             Ok(batch) => {
                 // The worker is free again; the payload stays pinned by its claim until the bytes have arrived.
                 let waiting = Arc::clone(self);
                 self.plane.spawn(async move {
                     let outcome = batch.done().await;
+                    let outcome = outcome.map_err(|error| waiting.not_written(&id, error));
                     waiting.finish_pull(&id, outcome.map(|()| stored.len), responder);
                 });
             }
-            Err(error) => self.finish_pull(&id, Err(error), responder),
+            Err(error) => self.finish_pull(&id, Err(self.not_written(&id, error)), responder),
+        }
+    }
+
+    /// What a consumer is told of a failure: what ends here because this side is being closed fails of that.
+    pub(super) fn told(&self, error: Error) -> Error {
+        self.check_open().err().unwrap_or(error)
+    }
+
+    /// What a consumer is told of a pull that failed, in words that say who speaks of whom.
+    pub(super) fn not_written(&self, pull: &PullId, error: Error) -> Error {
+        if let Err(closed) = self.check_open() {
+            return closed;
+        }
+        let about_consumer = matches!(error.class(), ErrorClass::Peer | ErrorClass::Path);
+        let error = error.context(format_args!("the producer, writing to this consumer ({})", pull.consumer));
+        if about_consumer {
+            error.with_advice(
+                "see that this process was not stopped, and that the producer's host reaches the address it advertises",
+            )
+        } else {
+            error
         }
     }
 
     /// Begins to write a payload into a consumer's slot.
-    fn write(&self, id: &PullId, pull: &Pull, stored: &Stored) -> Result<Arc<Batch>> {
-        let PullExtra { consumer, incarnation, grant, deadline_ms, checksum, transport, .. } = pull
+    fn write(
+        &self,
+        id: &PullId,
+        pull: &Pull,
+        stored: &Stored,
+        segment: &Segment,
+        deadline: Deadline,
+    ) -> Result<Arc<Batch>> {
+        let PullExtra { grant, checksum, transport, .. } = pull
             .extra
             .as_ref()
             .ok_or_else(|| Error::new(ErrorKind::Unsupported, "pulls of foreign consumers are not served"))?;
@@ -312,11 +359,6 @@ impl Inner {
                 format!("the slot holds {} bytes, the payload has {}", grant.len, stored.len),
             ));
         }
-        let longest = Deadline::after(PULL_TIME);
-        let deadline =
-            deadline_ms.map_or(longest, |ms| longest.min(Deadline::after(Duration::from_millis(ms))));
-        let connect = deadline.min(Deadline::after(Duration::from_millis(self.config.liveness_ms)));
-        let segment = self.engine.open_life(consumer, *incarnation, connect)?;
         let route = self.route_with(transport.as_deref(), Precedence::Theirs)?;
         let checksum = self.config.checksum.max(*checksum);
         let mut address = grant.address;

@@ -221,7 +221,7 @@ fn pull_for(consumer: &str, number: u64, hello: posthorse_core::Hello) -> Pull {
 /// Pulls of consumers whose address takes connections, and never answers.
 #[test]
 fn close_waits_for_no_pull_that_is_queued() {
-    let pair = Pair::new(|config| (config.liveness_ms, config.workers) = (500, 2));
+    let pair = Pair::new(|config| (config.liveness_ms, config.workers) = (30_000, 2));
     let (inner, silent) = (pair.sender.inner(), TcpListener::bind("127.0.0.1:0").unwrap());
     let options = PutOptions { consumers: std::num::NonZeroU32::new(200), ..PutOptions::default() };
     pair.sender.put(&edge(), "k", &b"x"[..], options).unwrap();
@@ -256,6 +256,82 @@ fn close_waits_for_no_pull_that_is_queued() {
     assert!(took < Duration::from_secs(10), "it took {took:?}");
     let told = asked.into_iter().filter_map(|asked| pollster::block_on(asked).ok()).map(refusal).count();
     assert!(told > 100, "{told} were told why");
+}
+
+#[test]
+fn a_get_waits_for_no_consumer_that_cannot_be_reached() {
+    let pair = Pair::new(|config| {
+        (config.liveness_ms, config.workers) = (30_000, 1);
+        config.transport = "require:tcp".parse().unwrap();
+    });
+    let (inner, silent) = (pair.sender.inner(), TcpListener::bind("127.0.0.1:0").unwrap());
+    let options = PutOptions { consumers: std::num::NonZeroU32::new(100), ..PutOptions::default() };
+    pair.sender.put(&edge(), "k", &b"x"[..], options).unwrap();
+    pair.put("other", &[7; 100_000]);
+    let consumer = silent.local_addr().unwrap().to_string();
+    let asked: Vec<_> = (0..16)
+        .map(|life| {
+            let mut pull = pull_for(&consumer, 1, inner.hello());
+            pull.extra.as_mut().unwrap().incarnation = Incarnation(life);
+            let pull = Request::Pull(pull).encode().unwrap();
+            pair.receiver.inner().plane.dialer().request(&pair.address, pull, soon())
+        })
+        .collect();
+    eventually("the pulls", || inner.health().offers.claims == 16);
+    assert_eq!(pair.get("other").unwrap().bytes().unwrap(), [7; 100_000]);
+    for mut asked in asked {
+        let answered = std::pin::Pin::new(&mut asked).poll(&mut Context::from_waker(Waker::noop()));
+        assert!(answered.is_pending(), "{answered:?}");
+    }
+    let start = Instant::now();
+    pair.sender.close();
+    assert!(start.elapsed() < Duration::from_secs(10), "close waits for them: {:?}", start.elapsed());
+}
+
+#[test]
+fn a_consumer_that_was_not_reached_is_told_the_reason_by_whose_words_it_is() {
+    let pair = Pair::new(|config| config.liveness_ms = 300);
+    let (inner, silent) = (pair.sender.inner(), TcpListener::bind("127.0.0.1:0").unwrap());
+    let options = PutOptions { consumers: std::num::NonZeroU32::new(100), ..PutOptions::default() };
+    pair.sender.put(&edge(), "k", &b"x"[..], options).unwrap();
+    let consumer = silent.local_addr().unwrap().to_string();
+    let ask = |number| {
+        let pull = Request::Pull(pull_for(&consumer, number, inner.hello()));
+        match PullReply::decode(&pair.ask(&pull)).unwrap() {
+            PullReply::Refused(refusal) => refusal.to_error(&pair.address).to_string(),
+            reply => panic!("it was not refused: {reply:?}"),
+        }
+    };
+    let first = ask(1);
+    assert!(first.contains("PeerUnreachable"), "{first}");
+    assert!(first.contains(&format!("the producer, writing to this consumer ({consumer})")), "{first}");
+    // At once, unless this thread was held up for as long as the memory lasts.
+    let asked = Instant::now();
+    let second = ask(2);
+    assert!(second.contains("ms ago") || asked.elapsed() > Duration::from_millis(300), "{second}");
+    pair.assert_idle();
+}
+
+#[test]
+fn a_get_that_fails_since_its_producer_closes_says_so() {
+    let pair = Pair::new(|_| {});
+    let (sender, receiver) = (pair.sender.inner(), pair.receiver.inner());
+    let refused = || Error::new(ErrorKind::AccessDenied, "the token fits no live grant");
+    let get = receiver.begin_get(&edge(), "k", GetOptions::until(soon()), true).unwrap();
+    let outcome = || worker::block_on(receiver.ended_by_producer(&get, refused()));
+    assert_eq!(outcome().kind(), ErrorKind::AccessDenied, "the producer is well");
+    assert_eq!(sender.told(serving::called_off()).kind(), ErrorKind::Cancelled);
+    sender.closed.store(true, Ordering::Release);
+    for _ in 0..2 {
+        let error = outcome();
+        assert_eq!(error.kind(), ErrorKind::PeerGone);
+        assert!(error.message().contains("the producer was closed") && error.retryable(), "{error}");
+        assert!(error.message().contains("fits no live grant"), "{error}");
+        let pull = receiver.next_pull();
+        assert_eq!(sender.not_written(&pull, serving::called_off()).kind(), ErrorKind::Closed);
+        assert_eq!(sender.told(serving::called_off()).kind(), ErrorKind::Closed);
+        pair.sender.close();
+    }
 }
 
 #[test]

@@ -1,7 +1,7 @@
-//! The worker pool that serves pulls: a few threads that find the consumer and hand its slice of work to the engine.
+//! The worker pool that serves pulls: a few threads that hand each consumer's slice of work to the engine.
 //!
-//! A worker does not wait for the bytes: their completion answers the consumer. So a small pull is never behind the
-//! bytes of large ones, only behind as many set-ups as there are workers.
+//! A worker waits neither for the bytes, whose completion answers the consumer, nor for a connection (see `reach`). So
+//! a small pull is never behind the bytes of large ones, nor behind consumers that cannot be reached.
 
 use std::fmt;
 use std::thread;

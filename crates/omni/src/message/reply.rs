@@ -115,7 +115,9 @@ impl Refusal {
         let message = printable(&self.message);
         let error = match ErrorKind::from_code(self.code) {
             // Here, `Closed` is said of our own side.
-            Some(ErrorKind::Closed) => Error::new(ErrorKind::PeerGone, message),
+            Some(ErrorKind::Closed) => {
+                Error::new(ErrorKind::PeerGone, message).context("the producer was closed")
+            }
             Some(kind) => Error::new(kind, message),
             None => Error::new(ErrorKind::PeerRefused, format!("{message} (the peer's code {})", self.code)),
         };
@@ -423,6 +425,11 @@ mod tests {
         let error = later.to_error("a:1");
         assert_eq!(error.kind(), ErrorKind::PeerRefused);
         assert!(error.message().contains("9999") && !error.message().contains('\n'));
+        let closed = Refusal::from(&Error::new(ErrorKind::Closed, "its stage ends")).to_error("a:1");
+        assert_eq!(
+            (closed.kind(), closed.message()),
+            (ErrorKind::PeerGone, "the producer was closed: its stage ends")
+        );
     }
 
     #[test]

@@ -526,7 +526,7 @@ impl<P: Clone> Offers<P> {
         }
         for (pull, timer) in self.parking.drain() {
             self.timers.remove(timer);
-            out.push(Action::Refuse(pull, Error::new(ErrorKind::Closed, "the producer was closed")));
+            out.push(Action::Refuse(pull, Error::new(ErrorKind::Closed, "the connector is closed")));
         }
     }
 
@@ -618,7 +618,7 @@ impl<P: Clone> Offers<P> {
     /// Why there is no place under a key.
     fn absence(&self, key: &str) -> Error {
         if self.closed {
-            return Error::new(ErrorKind::Closed, "the producer was closed");
+            return Error::new(ErrorKind::Closed, "the connector is closed");
         }
         match self.offers.get(key) {
             Some(offer) if offer.next.is_some() => {
