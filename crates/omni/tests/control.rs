@@ -3,7 +3,9 @@
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::pin::Pin;
 use std::sync::{Arc, Mutex, mpsc};
+use std::task::{Context, Poll, Waker};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -500,15 +502,30 @@ fn connections_that_never_ask_give_way_and_who_finds_no_room_is_told() {
     send(&mut waiting, &Request::Ping);
     seen_rx.recv_timeout(SOON).unwrap();
     let (mut oldest, mut other) = (connect(), connect());
-    // There is room for one more each time: first the oldest goes that never asked, then the other.
+    // The oldest goes that never asked.
     let mut asking = connect();
     assert_eq!(oldest.read(&mut [0]).unwrap(), 0);
     send(&mut asking, &Request::Ping);
     seen_rx.recv_timeout(SOON).unwrap();
-    let mut last = connect();
+    // Then the other, which has its time to ask first.
+    let until = Instant::now() + SOON;
+    let dialer = plane.dialer();
+    let last = 'asked: loop {
+        let mut exchange = dialer.request(&address.to_string(), Request::Ping.encode().unwrap(), SOON.into());
+        loop {
+            assert!(Instant::now() < until);
+            if seen_rx.try_recv().is_ok() {
+                break 'asked exchange;
+            }
+            let polled = Pin::new(&mut exchange).poll(&mut Context::from_waker(Waker::noop()));
+            if let Poll::Ready(refused) = polled {
+                assert_eq!(refused.unwrap_err().kind(), ErrorKind::LimitReached);
+                break;
+            }
+            thread::yield_now();
+        }
+    };
     assert_eq!(other.read(&mut [0]).unwrap(), 0);
-    send(&mut last, &Request::Ping);
-    seen_rx.recv_timeout(SOON).unwrap();
     // All that are there wait for their answers now.
     let error = plane.dialer().request_blocking(&address.to_string(), query("k"), SOON.into()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::LimitReached, "{error}");
@@ -517,9 +534,11 @@ fn connections_that_never_ask_give_way_and_who_finds_no_room_is_told() {
         assert!(!responder.is_closed());
         responder.reply(&Reply::Ok);
     }
-    for stream in [&mut waiting, &mut asking, &mut last] {
+    for stream in [&mut waiting, &mut asking] {
         stream.read_exact(&mut [0; 5]).unwrap();
     }
+    let reply = tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(last).unwrap();
+    assert_eq!(Answer::decode(&reply).unwrap(), Answer::Ok);
     plane.close(SOON.into()).unwrap();
 }
 

@@ -272,9 +272,13 @@ struct Standing {
 /// A connection's place.
 #[derive(Debug)]
 struct Place {
+    since: Instant,
     task: AbortHandle,
     standing: Arc<Standing>,
 }
+
+/// How long a connection has for its first request before it may have to make room.
+const GRACE: Duration = Duration::from_millis(200);
 
 /// The connections that have places, the oldest first.
 #[derive(Debug, Default)]
@@ -297,8 +301,14 @@ impl Places {
 
     /// Ends one that can be done without: the oldest that has never asked anything; else the one that was used least
     /// lately, and not since `quiet_since`, of those that wait for nothing.
+    ///
+    /// One that has just come is about to ask: newcomers must not keep putting each other out where most places are in
+    /// use. Where most places are of such that never asked, it is them that are too many.
     fn make_room(&mut self, quiet_since: u64) -> bool {
-        let silent = self.0.iter().position(|place| !place.standing.asked.load(Ordering::Relaxed));
+        let is_silent = |place: &Place| !place.standing.asked.load(Ordering::Relaxed);
+        let many = 2 * self.0.iter().filter(|place| is_silent(place)).count() > self.0.len();
+        let oldest = self.0.iter().position(is_silent);
+        let silent = oldest.filter(|at| many || self.0[*at].since.elapsed() >= GRACE);
         let unused = || {
             let used = |place: &Place| place.standing.used.load(Ordering::Relaxed);
             let waits = |place: &Place| place.standing.waits.load(Ordering::Relaxed);
@@ -374,7 +384,7 @@ async fn accept(
         let standing = Arc::new(Standing::default());
         let (server, ended) = (Arc::clone(&server), ended.clone());
         let task = connections.spawn(connection(stream, peer, server, Arc::clone(&standing), ended));
-        places.0.push_back(Place { task, standing });
+        places.0.push_back(Place { since: Instant::now(), task, standing });
     }
     // Where a child process holds the socket too, closing alone would leave the port bound, and peers waiting.
     let _ = SockRef::from(&socket).shutdown(Shutdown::Both);
