@@ -52,7 +52,8 @@ pub struct TcpConfig {
     pub liveness_ms: u64,
     /// How long making a connection may take, in milliseconds.
     pub connect_timeout_ms: u64,
-    /// How often in a row a lane is made again without having received anything in between.
+    /// How often in a row a lane is made again, with no slice completed in between, nor with nothing to do for the
+    /// liveness time.
     pub reconnect_attempts: u32,
     /// The most connections accepted from peers.
     pub max_connections: usize,

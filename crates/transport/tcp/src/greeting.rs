@@ -8,12 +8,13 @@ use posthorse_core::{Error, ErrorKind, Result};
 use rustix::net::RecvFlags;
 
 use crate::hello::Call;
+use crate::watched::Watched;
 use crate::wire::{self, OPENING_BYTES};
 
 /// Such a connection. Nothing beyond its opening is received.
 #[derive(Debug)]
 pub(crate) struct Greeting {
-    socket: TcpStream,
+    socket: Watched<TcpStream>,
     bytes: Vec<u8>,
     since: Instant,
 }
@@ -28,7 +29,7 @@ pub(crate) enum Step {
 }
 
 impl Greeting {
-    pub(crate) fn new(socket: TcpStream) -> Self {
+    pub(crate) fn new(socket: Watched<TcpStream>) -> Self {
         Self { socket, bytes: Vec::new(), since: Instant::now() }
     }
 
@@ -36,7 +37,7 @@ impl Greeting {
         self.since.elapsed()
     }
 
-    pub(crate) fn into_socket(self) -> TcpStream {
+    pub(crate) fn into_socket(self) -> Watched<TcpStream> {
         self.socket
     }
 
@@ -55,7 +56,7 @@ impl Greeting {
             }
             let wanted = known.unwrap_or(OPENING_BYTES);
             self.bytes.resize(wanted, 0);
-            let received = rustix::net::recv(&self.socket, &mut self.bytes[have..], RecvFlags::DONTWAIT);
+            let received = rustix::net::recv(&*self.socket, &mut self.bytes[have..], RecvFlags::DONTWAIT);
             let (received, outcome) = match received {
                 Ok((_, 0)) => (
                     0,

@@ -19,6 +19,7 @@ use crate::lane_state::Piece;
 use crate::outbox::{MAX_FRAMES, Outbox};
 use crate::placement::{Place, Placed, Placement};
 use crate::sys::{SEND_CHUNK, SEND_MOST};
+use crate::watched::Watched;
 use crate::wire::{self, OPENING_BYTES, RESPONSE_BYTES, Request, Response};
 
 /// How many bytes are sent or received in one go before other lanes have their turn.
@@ -33,15 +34,15 @@ enum Link {
     /// To be dialled.
     None,
     Connecting {
-        socket: TcpStream,
+        socket: Watched<TcpStream>,
         until: Instant,
     },
     Greeting {
-        socket: TcpStream,
+        socket: Watched<TcpStream>,
         until: Instant,
     },
     Up {
-        socket: TcpStream,
+        socket: Watched<TcpStream>,
     },
     Ended,
 }
@@ -66,7 +67,10 @@ pub(crate) struct LaneIo {
     address: usize,
     /// Whether the lane was ever up.
     opened: bool,
+    /// How often it may be made again before a slice is completed.
     attempts: u32,
+    /// Since when the connection is up.
+    up_since: Instant,
     heard: Instant,
     silent_ticks: u32,
     spoke: bool,
@@ -92,6 +96,7 @@ impl LaneIo {
             address: 0,
             opened: false,
             attempts: config.reconnect_attempts,
+            up_since: Instant::now(),
             heard: Instant::now(),
             silent_ticks: 0,
             spoke: false,
@@ -190,10 +195,10 @@ impl LaneIo {
         let Some(address) = lane.core.addresses.get(self.address).copied() else {
             return Err(Error::new(ErrorKind::PeerUnreachable, "the peer has no address"));
         };
-        let socket =
+        let mut socket =
             dial(address, &lane.core.config).map_err(|error| unreachable(address, &error, self.opened))?;
         self.interest = EventFlags::IN | EventFlags::OUT;
-        lane.reactor.watch(socket.as_fd(), lane.key, self.interest)?;
+        socket.watch(&lane.reactor, lane.key, self.interest)?;
         self.link = Link::Connecting { socket, until };
         Ok(())
     }
@@ -222,7 +227,7 @@ impl LaneIo {
         };
         let opening = call.encode()?;
         // A fresh socket's buffer has room for an opening.
-        let sent = rustix::net::send(socket, &opening, rustix::net::SendFlags::NOSIGNAL)
+        let sent = rustix::net::send(&**socket, &opening, rustix::net::SendFlags::NOSIGNAL)
             .map_err(|error| failed(&error.into()))?;
         if sent != opening.len() {
             return Err(Error::new(ErrorKind::PathFailed, "a fresh connection did not take our hello"));
@@ -231,7 +236,7 @@ impl LaneIo {
         if let Link::Connecting { socket, .. } = std::mem::replace(&mut self.link, Link::None) {
             self.link = Link::Greeting { socket, until };
         }
-        self.set_interest(lane, EventFlags::IN)
+        self.set_interest(EventFlags::IN)
     }
 
     fn finish_greeting(&mut self, lane: &Arc<Lane>) -> Result<()> {
@@ -279,7 +284,8 @@ impl LaneIo {
             self.inflow = Inflow::new(tells_taken);
             self.link = Link::Up { socket };
         }
-        (self.heard, self.silent_ticks, self.spoke) = (Instant::now(), 0, true);
+        self.up_since = Instant::now();
+        (self.heard, self.silent_ticks, self.spoke) = (self.up_since, 0, true);
         lane.with_state(|state| state.relink(known, &mut self.done));
         if !std::mem::replace(&mut self.opened, true) {
             lane.core.lane_opened();
@@ -306,10 +312,13 @@ impl LaneIo {
             };
             self.heard = Instant::now();
             self.silent_ticks = 0;
-            self.attempts = lane.core.config.reconnect_attempts;
             turn += received;
             self.inflow.received(received);
+            let done = self.done.len();
             self.parse(lane)?;
+            if self.done.len() > done {
+                self.attempts = lane.core.config.reconnect_attempts;
+            }
             if self.placement.is_none() && !self.long && received < RECEIVE {
                 // The socket is most likely empty; if not, the reactor is told again.
                 return Ok(());
@@ -392,7 +401,7 @@ impl LaneIo {
                 }
             }
             if self.outbox.is_empty() {
-                self.set_interest(lane, EventFlags::IN)?;
+                self.set_interest(EventFlags::IN)?;
                 return Ok(false);
             }
             // Of a flow that is short, the peer's word is looked for before more is sent.
@@ -406,7 +415,7 @@ impl LaneIo {
                     self.sent = ended.unwrap_or(self.sent);
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    self.set_interest(lane, EventFlags::IN | EventFlags::OUT)?;
+                    self.set_interest(EventFlags::IN | EventFlags::OUT)?;
                     return Ok(false);
                 }
                 Err(error) => return Err(broken(&error)),
@@ -423,6 +432,11 @@ impl LaneIo {
         // Counted in ticks too: after our own process was stopped, the clock alone would accuse the peer.
         if self.silent_ticks > 2 && self.heard.elapsed() >= patience {
             return Err(self.silent("an answer"));
+        }
+        // Bytes alone are no progress: a slice begins anew on each connection, and might for ever. Where there is none,
+        // a connection that has lasted is.
+        if self.up_since.elapsed() >= liveness && !lane.with_state(|state| state.owed()) {
+            self.attempts = lane.core.config.reconnect_attempts;
         }
         self.outbox.flow().tick();
         if !self.spoke && self.outbox.is_empty() {
@@ -504,7 +518,7 @@ impl LaneIo {
             std::mem::replace(&mut self.link, Link::None)
         {
             // Nothing that is still in the socket's buffer is worth sending.
-            let _ = socket2::SockRef::from(&socket).set_linger(Some(Duration::ZERO));
+            let _ = socket2::SockRef::from(&*socket).set_linger(Some(Duration::ZERO));
         }
     }
 
@@ -518,21 +532,21 @@ impl LaneIo {
         }
     }
 
-    fn set_interest(&mut self, lane: &Lane, interest: EventFlags) -> Result<()> {
+    fn set_interest(&mut self, interest: EventFlags) -> Result<()> {
         if self.interest == interest {
             return Ok(());
         }
         if let Link::Connecting { socket, .. } | Link::Greeting { socket, .. } | Link::Up { socket } =
             &self.link
         {
-            lane.reactor.rewatch(socket.as_fd(), lane.key, interest)?;
+            socket.rewatch(interest)?;
             self.interest = interest;
         }
         Ok(())
     }
 }
 
-fn dial(address: SocketAddr, config: &TcpConfig) -> io::Result<TcpStream> {
+fn dial(address: SocketAddr, config: &TcpConfig) -> io::Result<Watched<TcpStream>> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM.nonblocking().cloexec(), None)?;
     tune(&socket, config)?;
     match socket.connect(&address.into()) {
@@ -540,7 +554,7 @@ fn dial(address: SocketAddr, config: &TcpConfig) -> io::Result<TcpStream> {
         Err(error) if error.raw_os_error() == Some(libc::EINPROGRESS) => {}
         Err(error) => return Err(error),
     }
-    Ok(socket.into())
+    Ok(Watched::new(socket.into()))
 }
 
 /// What every data connection is set to, at either end.

@@ -23,6 +23,7 @@ mod stage;
 mod sys;
 mod transport;
 mod warmth;
+mod watched;
 mod wire;
 
 pub use config::TcpConfig;

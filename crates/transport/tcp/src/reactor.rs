@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
 use std::net::{TcpListener, TcpStream};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -22,11 +22,12 @@ use crate::lane::{Driver, Lane, want};
 use crate::lane_io::tune;
 use crate::serve::{Notified, Serve};
 use crate::slots::Slot;
+use crate::watched::Watched;
 
 /// The key of the wake-up; listeners come next, then everything else.
 const WAKE: u64 = 0;
-/// How many connections may be open whose peer has not said who it is.
-const MAX_GREETINGS: usize = 256;
+/// How many connections may be open whose peer has not said who it is, if not half of all.
+const MIN_GREETINGS: usize = 256;
 /// How many lanes without a connection are remembered, for the notifications that they delivered.
 const MAX_REMEMBERED: usize = 4096;
 /// How many connections are accepted in one go.
@@ -49,7 +50,7 @@ pub(crate) enum Command {
 #[derive(Debug)]
 pub(crate) struct Arrival {
     call: Call,
-    socket: TcpStream,
+    socket: Watched<TcpStream>,
     slot: Slot,
 }
 
@@ -107,8 +108,17 @@ impl Handle {
             .map_err(|error| Error::os("watching a socket", &error.into()))
     }
 
-    fn unwatch(&self, fd: BorrowedFd<'_>) {
+    pub(crate) fn unwatch(&self, fd: BorrowedFd<'_>) {
         let _ = epoll::delete(&self.epoll, fd);
+    }
+
+    /// The keys of what is ready, for tests.
+    #[cfg(test)]
+    pub(crate) fn wait(&self, timeout: Duration) -> Vec<u64> {
+        let mut events: Vec<epoll::Event> = Vec::with_capacity(16);
+        let timeout = Timespec::try_from(timeout).unwrap();
+        epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), Some(&timeout)).unwrap();
+        events.iter().map(|event| event.data.u64()).collect()
     }
 }
 
@@ -121,13 +131,22 @@ pub(crate) struct Shared {
     /// The next key of a lane or connection.
     pub(crate) next_key: AtomicU64,
     connections: Arc<AtomicUsize>,
+    /// How many of them were greetings at the last tick.
+    greetings: AtomicUsize,
 }
 
 impl Shared {
     pub(crate) fn new(context: TransportContext, config: Arc<TcpConfig>, handles: Vec<Arc<Handle>>) -> Self {
         // Keys below belong to the wake-up and the listeners.
         let next_key = AtomicU64::new(1 << 16);
-        Self { context, config, handles, next_key, connections: Arc::new(AtomicUsize::new(0)) }
+        let connections = Arc::new(AtomicUsize::new(0));
+        Self { context, config, handles, next_key, connections, greetings: AtomicUsize::new(0) }
+    }
+
+    /// How many connections are not greetings: these make room for others whenever it is wanted.
+    fn known(&self) -> usize {
+        let all = self.connections.load(Ordering::Relaxed);
+        all.saturating_sub(self.greetings.load(Ordering::Relaxed))
     }
 
     fn key(&self) -> u64 {
@@ -146,7 +165,7 @@ struct Session {
 pub(crate) struct Reactor {
     shared: Arc<Shared>,
     handle: Arc<Handle>,
-    listeners: Vec<TcpListener>,
+    listeners: Vec<Watched<TcpListener>>,
     listening: bool,
     lanes: HashMap<u64, Arc<Lane>>,
     greetings: BTreeMap<u64, (Greeting, Slot)>,
@@ -162,7 +181,7 @@ impl Reactor {
         Self {
             shared,
             handle,
-            listeners,
+            listeners: listeners.into_iter().map(Watched::new).collect(),
             listening: false,
             lanes: HashMap::new(),
             greetings: BTreeMap::new(),
@@ -288,14 +307,16 @@ impl Reactor {
         }
         if self.greetings.contains_key(&key) {
             self.greet(key);
+            return true;
         }
-        true
+        // It ended while we handled an event before this one.
+        false
     }
 
     fn listen(&mut self) {
         self.listening = true;
-        for (at, listener) in self.listeners.iter().enumerate() {
-            if let Err(error) = self.handle.watch(listener.as_fd(), at as u64 + 1, EventFlags::IN) {
+        for (at, listener) in self.listeners.iter_mut().enumerate() {
+            if let Err(error) = listener.watch(&self.handle, at as u64 + 1, EventFlags::IN) {
                 tracing::warn!(%error, "listening");
                 self.listening = false;
             }
@@ -304,20 +325,22 @@ impl Reactor {
 
     fn stop_listening(&mut self) {
         self.listening = false;
-        for listener in &self.listeners {
-            self.handle.unwatch(listener.as_fd());
-        }
+        self.listeners.iter_mut().for_each(Watched::unwatch);
     }
 
     fn accept(&mut self, at: usize) {
         for _ in 0..ACCEPTS {
             let Some(listener) = self.listeners.get(at) else { return };
             match listener.accept() {
-                Ok((socket, _)) => self.welcome(socket),
+                Ok((socket, _)) => self.welcome(Watched::new(socket)),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
                 Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
                 Err(error) => {
-                    // Out of descriptors, most likely: trying again at once would only burn the core.
+                    // Out of descriptors, most likely: one that says nothing does not keep others out. Without such,
+                    // trying again at once would only burn the core.
+                    if self.push_out(&Error::os("accepting another connection", &error)) {
+                        continue;
+                    }
                     tracing::warn!(%error, "accepting a connection; trying again later");
                     return self.stop_listening();
                 }
@@ -325,25 +348,45 @@ impl Reactor {
         }
     }
 
-    fn welcome(&mut self, socket: TcpStream) {
+    fn welcome(&mut self, mut socket: Watched<TcpStream>) {
         let limit = self.shared.config.max_connections;
-        let Some(slot) = Slot::take(&self.shared.connections, limit) else {
-            tracing::warn!(limit, "a connection was refused: max_connections is reached");
-            let text = format!("{limit} connections are open; accepted: max_connections");
-            return refuse(&socket, &Error::new(ErrorKind::LimitReached, text));
+        // Whoever opens connections and says nothing pushes out its own kind, not those who are known.
+        let most = MIN_GREETINGS.max(limit / 2);
+        if self.greetings.len() >= most {
+            let text = format!("{most} connections have not said who they are; accepted: as many");
+            self.push_out(&Error::new(ErrorKind::LimitReached, text));
+        }
+        let slot = loop {
+            let slot = Slot::take(&self.shared.connections, limit);
+            if slot.is_some() || !self.push_out(&too_many(limit)) {
+                break slot;
+            }
         };
-        let raw = socket2::SockRef::from(&socket);
+        let Some(slot) = slot else {
+            tracing::warn!(limit, "a connection was refused: max_connections is reached");
+            return refuse(&socket, &too_many(limit));
+        };
+        let raw = socket2::SockRef::from(&*socket);
         if raw.set_nonblocking(true).and_then(|()| tune(&raw, &self.shared.config)).is_err() {
             return;
         }
-        // Whoever opens connections and says nothing pushes out its own kind, not those who are known.
-        if self.greetings.len() >= MAX_GREETINGS {
-            self.greetings.pop_first();
-        }
         let key = self.shared.key();
-        if self.handle.watch(socket.as_fd(), key, EventFlags::IN).is_ok() {
+        if socket.watch(&self.handle, key, EventFlags::IN).is_ok() {
             self.greetings.insert(key, (Greeting::new(socket), slot));
         }
+    }
+
+    /// Ends the oldest greeting of those whose peer has not said by now who it is. False when there is none.
+    fn push_out(&mut self, why: &Error) -> bool {
+        while let Some(key) = self.greetings.keys().next().copied() {
+            // Its hello may have come, only not its turn.
+            self.greet(key);
+            if let Some((greeting, _)) = self.greetings.remove(&key) {
+                refuse(&greeting.into_socket(), why);
+                return true;
+            }
+        }
+        false
     }
 
     fn greet(&mut self, key: u64) {
@@ -354,8 +397,8 @@ impl Reactor {
             Err(error) => Err(error),
         };
         let Some((greeting, slot)) = self.greetings.remove(&key) else { return };
-        let socket = greeting.into_socket();
-        self.handle.unwatch(socket.as_fd());
+        let mut socket = greeting.into_socket();
+        socket.unwatch();
         let agreed = outcome.and_then(|call| self.shared.context.hello.agree(&call.hello).map(|_| call));
         match agreed {
             Ok(call) => {
@@ -381,7 +424,7 @@ impl Reactor {
     }
 
     fn serve(&mut self, arrival: Arrival) {
-        let Arrival { call, socket, slot } = arrival;
+        let Arrival { call, mut socket, slot } = arrival;
         if self.stopping {
             return;
         }
@@ -392,7 +435,7 @@ impl Reactor {
         let welcome = Answer::Welcome { hello, incarnation, known, tells_taken };
         let Ok(welcome) = welcome.encode() else { return };
         let key = self.shared.key();
-        if self.handle.watch(socket.as_fd(), key, EventFlags::empty()).is_err() {
+        if socket.watch(&self.handle, key, EventFlags::empty()).is_err() {
             return;
         }
         let session = self.sessions.entry(call.key).or_default();
@@ -411,7 +454,7 @@ impl Reactor {
         let shared = &self.shared;
         let outcome = serve.run(&shared.context, &mut session.notified, &shared.config).and_then(|()| {
             let interest = serve.interest();
-            interest.map_or(Ok(()), |interest| self.handle.rewatch(serve.socket().as_fd(), key, interest))
+            interest.map_or(Ok(()), |interest| serve.socket().rewatch(interest))
         });
         if let Err(error) = outcome {
             self.drop_served(key, &error);
@@ -439,8 +482,11 @@ impl Reactor {
         }
         let timeout = self.shared.config.connect_timeout();
         self.greetings.retain(|_, (greeting, _)| greeting.age() < timeout);
+        if !self.listeners.is_empty() {
+            self.shared.greetings.store(self.greetings.len(), Ordering::Relaxed);
+        }
         let config = &self.shared.config;
-        let short = self.shared.connections.load(Ordering::Relaxed) >= config.max_connections;
+        let short = self.shared.known() >= config.max_connections;
         let judged: Vec<(u64, Error)> = self
             .served
             .iter_mut()
@@ -462,6 +508,11 @@ impl Reactor {
         self.served.clear();
         self.sessions.clear();
     }
+}
+
+fn too_many(limit: usize) -> Error {
+    let text = format!("{limit} connections are open; accepted: max_connections");
+    Error::new(ErrorKind::LimitReached, text)
 }
 
 /// Tells a peer why it is not served. Best effort: a fresh socket's buffer has room for it.

@@ -19,6 +19,7 @@ use crate::intake::{DIRECT, Intake};
 use crate::placement::{Place, Placed, Placement};
 use crate::stage;
 use crate::sys::{self, SEND_CHUNK};
+use crate::watched::Watched;
 use crate::wire::{MAX_MESSAGE, MAX_PIECE, REQUEST_BYTES, RESPONSE_BYTES, Request, Response, Sum};
 
 /// How many bytes of answers may wait before no further request is begun.
@@ -49,7 +50,7 @@ pub(crate) struct Notified {
 #[derive(Debug)]
 pub(crate) struct Serve {
     pub(crate) key: LaneKey,
-    socket: TcpStream,
+    socket: Watched<TcpStream>,
     interest: EventFlags,
     peer: String,
     intake: Intake,
@@ -72,6 +73,9 @@ pub(crate) struct Serve {
     /// Whether the turn ended although requests that have come could still be handled.
     stalled: bool,
     heard: Instant,
+    /// How many bytes went into the socket, and how many of them the peer's host had acknowledged at the last look.
+    went: u64,
+    acknowledged: u64,
     /// How long the peer may be silent.
     patience: Duration,
     silent_ticks: u32,
@@ -81,8 +85,22 @@ pub(crate) struct Serve {
 #[derive(Debug)]
 enum Incoming {
     Header,
-    Piece { id: u64, last: bool, placement: Placement },
-    Notify { id: u64, len: usize, data: Vec<u8> },
+    Piece {
+        id: u64,
+        last: bool,
+        placement: Placement,
+    },
+    Notify {
+        id: u64,
+        len: usize,
+        data: Vec<u8>,
+    },
+    /// A notification that is longer than we accept, of which so many bytes are to be dropped.
+    Excess {
+        id: u64,
+        len: usize,
+        left: usize,
+    },
 }
 
 /// A long READ that is being answered.
@@ -113,7 +131,7 @@ impl Serve {
     pub(crate) fn new(
         call: Call,
         tells_taken: bool,
-        socket: TcpStream,
+        socket: Watched<TcpStream>,
         welcome: Vec<u8>,
         config: &TcpConfig,
     ) -> Self {
@@ -136,6 +154,8 @@ impl Serve {
             full: false,
             stalled: false,
             heard: Instant::now(),
+            went: 0,
+            acknowledged: 0,
             // It speaks as often as its own setting demands, which may be less often than ours would.
             patience: config.liveness().max(Duration::from_millis(call.liveness_ms.min(MAX_PATIENCE_MS))),
             silent_ticks: 0,
@@ -143,7 +163,7 @@ impl Serve {
         }
     }
 
-    pub(crate) fn socket(&self) -> &TcpStream {
+    pub(crate) const fn socket(&self) -> &Watched<TcpStream> {
         &self.socket
     }
 
@@ -197,6 +217,11 @@ impl Serve {
     /// # Errors
     /// `PeerGone` when it is not.
     pub(crate) fn tick(&mut self, config: &TcpConfig, short: bool) -> Result<()> {
+        // What the peer says may wait behind a full intake until a long READ is answered. That it takes the answer says that
+        // it is there.
+        if self.is_blocked() && self.has_progressed() {
+            (self.heard, self.silent_ticks) = (Instant::now(), 0);
+        }
         self.silent_ticks += 1;
         let patience = if short { config.liveness() } else { self.patience };
         if self.silent_ticks > 3 && self.heard.elapsed() >= patience {
@@ -210,6 +235,16 @@ impl Serve {
         }
         self.spoke = false;
         Ok(())
+    }
+
+    /// Whether the peer's host has acknowledged more than at the last look. One whose process takes nothing any more
+    /// acknowledges no more than its socket has room for.
+    fn has_progressed(&mut self) -> bool {
+        let Ok(unsent) = sys::unacknowledged(self.socket.as_fd()) else { return false };
+        let acknowledged = self.went.saturating_sub(unsent as u64);
+        let more = acknowledged > self.acknowledged;
+        self.acknowledged = acknowledged;
+        more
     }
 
     /// What the reactor should watch for, if that has changed.
@@ -291,6 +326,18 @@ impl Serve {
                     }
                     self.deliver(id, &data, context, notified);
                 }
+                Incoming::Excess { id, len, mut left } => {
+                    let more = left.min(self.intake.bytes().len());
+                    self.intake.take(more);
+                    left -= more;
+                    if left > 0 {
+                        self.incoming = Incoming::Excess { id, len, left };
+                        return Ok(true);
+                    }
+                    let accepted = config.notify_bytes;
+                    let text = format!("a notification of {len} bytes; accepted: up to {accepted}");
+                    self.refuse(id, &Error::new(ErrorKind::TooLarge, text));
+                }
             }
         }
     }
@@ -298,12 +345,11 @@ impl Serve {
     fn begin(&mut self, request: Request, context: &TransportContext, config: &TcpConfig) -> Result<()> {
         match request {
             Request::Ping => self.output.extend(Response::Pong.encode()),
+            // The peer may be configured to say more than we are to hear.
+            Request::Notify { id, len } if len > config.notify_bytes => {
+                self.incoming = Incoming::Excess { id, len, left: len };
+            }
             Request::Notify { id, len } => {
-                if len > config.notify_bytes {
-                    let text =
-                        format!("a notification of {len} bytes; accepted: up to {}", config.notify_bytes);
-                    return Err(Error::new(ErrorKind::TooLarge, text));
-                }
                 self.incoming = Incoming::Notify { id, len, data: Vec::with_capacity(len) };
             }
             Request::Write { id, address, len, token, sum, last } => {
@@ -448,6 +494,7 @@ impl Serve {
                 Err(error) => return Err(broken(&error)),
             };
             total += went;
+            self.went += went as u64;
             self.spoke = true;
             // There was no room, and now there is: the peer has taken something.
             if went > 0 && std::mem::take(&mut self.full) {

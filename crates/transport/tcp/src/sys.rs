@@ -59,6 +59,17 @@ pub(crate) unsafe fn receive_into(socket: BorrowedFd<'_>, views: &[HostView]) ->
     })
 }
 
+/// How many bytes a socket has taken that the peer's host has not acknowledged (`SIOCOUTQ`).
+///
+/// # Errors
+/// As `ioctl(2)`.
+pub(crate) fn unacknowledged(socket: BorrowedFd<'_>) -> io::Result<usize> {
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: the request, which has the terminals' name too, writes an integer and nothing else.
+    let outcome = unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
+    if outcome < 0 { Err(io::Error::last_os_error()) } else { Ok(usize::try_from(bytes).unwrap_or(0)) }
+}
+
 /// Has a pipe refer to the bytes of `view`, as many as it has room for, and returns how many (`vmsplice(2)`).
 ///
 /// # Errors

@@ -96,6 +96,33 @@ fn a_notification_is_delivered_once_although_its_connection_breaks() {
 }
 
 #[test]
+fn a_notification_longer_than_the_peer_accepts_fails_and_nothing_else_does() {
+    let here = Node::with("here:1", TcpConfig { notify_bytes: 1 << 20, ..local() }, hello());
+    let there = Node::new("there:1");
+    let path = here.connect(&there.desc);
+    let tokens: Vec<u64> = [10, 1 << 20, 64 << 10, (64 << 10) + 1, 20]
+        .map(|len| {
+            let token = next_token();
+            here.transport.notify(path, token, &vec![7; len]).unwrap();
+            token
+        })
+        .into();
+    for (n, token) in tokens.iter().enumerate() {
+        let outcome = here.events.completion(*token);
+        if n % 2 == 0 {
+            outcome.unwrap();
+            continue;
+        }
+        let failed = outcome.unwrap_err();
+        assert_eq!((failed.error.kind(), failed.far_end), (ErrorKind::TooLarge, FarEnd::Quiet));
+        assert!(failed.error.message().contains("accepted: up to 65536"), "{}", failed.error);
+    }
+    let lens: Vec<usize> = there.events.notified(3).iter().map(|(_, data)| data.len()).collect();
+    assert_eq!(lens, [10, 64 << 10, 20]);
+    assert!(!here.events.is_down());
+}
+
+#[test]
 fn an_idle_path_stays_up_longer_than_the_liveness_time() {
     let here = Node::with("here:1", lively(150), hello());
     let there = Node::with("there:1", lively(150), hello());
@@ -144,6 +171,44 @@ fn a_silent_peer_is_gone_within_the_liveness_time() {
     // It comes back under the same name.
     let again = here.connect(&there.desc);
     here.transfer(again, write(memory.part(0, 64), memory.address(), token)).unwrap();
+}
+
+#[test]
+fn a_slow_link_carries_what_is_long_both_ways_at_once() {
+    std::thread::scope(|scope| {
+        for by_reference in [false, true] {
+            scope.spawn(move || {
+                // Longer than the liveness time, the owner's socket is full and what comes next waits in its intake.
+                let (liveness_ms, socket_buffer_bytes) = (600, 1 << 20);
+                let config = TcpConfig {
+                    liveness_ms,
+                    socket_buffer_bytes,
+                    by_reference,
+                    bulk_lanes: 1,
+                    reconnect_attempts: 0,
+                    ..local()
+                };
+                let here = Node::with("here:1", config.clone(), hello());
+                let there = Node::with("there:1", config, hello());
+                let relay = Relay::slow(there.port(), 500_000);
+                let path = here.connect(&relay.instead_of(&there.desc));
+                let (down, up) = (3 << 20, 1 << 20);
+                let (source, target) = (Memory::patterned(down, 1), Memory::new(up));
+                let (back, local) = (Memory::new(down), Memory::patterned(up, 2));
+                let (_, from) = there.publish(source, Access::Read);
+                let (_, to) = there.publish(target, Access::Write);
+                let slices = [
+                    read(back.part(0, down), source.address(), from),
+                    write(local.part(0, up), target.address(), to),
+                ];
+                here.submit_all(path, &slices);
+                for slice in &slices {
+                    here.events.completion(slice.token).unwrap();
+                }
+                assert!(back.bytes() == source.bytes() && target.bytes() == local.bytes());
+            });
+        }
+    });
 }
 
 #[test]

@@ -2,14 +2,15 @@
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use posthorse_core::*;
 use posthorse_tcp::TcpConfig;
 
 use crate::support::*;
 
-fn opening(lane: u16) -> Vec<u8> {
+pub(crate) fn opening(lane: u16) -> Vec<u8> {
     claiming(lane, 600)
 }
 
@@ -134,6 +135,36 @@ fn a_thousand_half_open_connections_do_not_keep_honest_ones_out() {
 }
 
 #[test]
+fn those_who_say_late_who_they_are_are_all_welcome_as_long_as_there_are_places() {
+    let there = Node::new("there:1");
+    let connect = |lane| (lane, TcpStream::connect(("127.0.0.1", there.port())).unwrap());
+    let mut sockets: Vec<(u16, TcpStream)> = (0..400).map(connect).collect();
+    // Whoever comes after them is welcome: so they have been accepted.
+    Node::new("here:1").connect(&there.desc);
+    for (lane, socket) in &mut sockets {
+        socket.write_all(&opening(*lane)).unwrap();
+    }
+    for (lane, socket) in &mut sockets {
+        socket.set_read_timeout(Some(PATIENCE)).unwrap();
+        let got = socket.read(&mut [0; 8]);
+        assert!(matches!(got, Ok(1..)), "connection {lane}: {got:?}");
+    }
+}
+
+#[test]
+fn those_who_do_not_say_who_they_are_make_room_for_those_who_do() {
+    let there =
+        Node::with("there:1", TcpConfig { max_connections: 3, ..local() }, Hello::new(Features::NONE, None));
+    let silent = [(); 3].map(|()| TcpStream::connect(("127.0.0.1", there.port())).unwrap());
+    let config = TcpConfig { bulk_lanes: 1, ..local() };
+    let here = Node::with("here:1", config, Hello::new(Features::NONE, None));
+    here.connect(&there.desc);
+    let mut answer = String::new();
+    let _ = (&silent[0]).read_to_string(&mut answer);
+    assert!(answer.contains("max_connections"), "it is told why: {answer:?}");
+}
+
+#[test]
 fn the_number_of_connections_is_bounded() {
     let config = TcpConfig { max_connections: 3, ..local() };
     let there = Node::with("there:1", config, Hello::new(Features::NONE, None));
@@ -187,28 +218,54 @@ fn a_peer_that_answers_what_it_was_not_asked_loses_its_path() {
 }
 
 fn a_liar_loses_its_path(answer: [u8; 32]) {
+    let here = Node::new("here:1");
+    let error = why_it_went_down(&here, move |mut socket| {
+        welcome(&mut socket, &answer);
+        let _ = socket.read_to_end(&mut Vec::new());
+    });
+    assert_eq!(error.kind(), ErrorKind::Malformed, "{error}");
+}
+
+#[test]
+fn an_owner_that_welcomes_and_says_something_and_leaves_is_not_called_for_ever() {
+    let config = TcpConfig { reconnect_attempts: 3, bulk_lanes: 1, ..local() };
+    let here = Node::with("here:1", config, Hello::new(Features::NONE, None));
+    let calls = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&calls);
+    let error = why_it_went_down(&here, move |mut socket| {
+        counted.fetch_add(1, Ordering::SeqCst);
+        let mut pong = [0; 32];
+        pong[0] = 0x84;
+        welcome(&mut socket, &pong);
+    });
+    assert_eq!(error.kind(), ErrorKind::PathFailed, "{error}");
+    let calls = calls.load(Ordering::SeqCst);
+    assert!((4..=8).contains(&calls), "{calls} calls of two lanes");
+}
+
+/// Why a path to an owner that does so with each connection went down.
+fn why_it_went_down(here: &Node, serve: impl Fn(TcpStream) + Clone + Send + 'static) -> Error {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
-    let here = Node::new("here:1");
     let mut desc = here.desc.clone();
     (desc.name, desc.incarnation) = ("liar:1".to_owned(), None);
     desc.transports.insert("tcp".into(), serde_json::json!({"host": "127.0.0.1", "port": port}));
     // Detached: how many lanes get as far as dialling depends on when the first is found out.
     std::thread::spawn(move || {
         for socket in listener.incoming() {
-            std::thread::spawn(move || lie(socket.unwrap(), answer));
+            let serve = serve.clone();
+            std::thread::spawn(move || serve(socket.unwrap()));
         }
     });
     // It may have gone down before `connect` returned.
-    let error = match here.transport.connect(&desc, Deadline::after(PATIENCE)) {
+    match here.transport.connect(&desc, Deadline::after(PATIENCE)) {
         Ok(_) => here.events.down(),
         Err(error) => error,
-    };
-    assert_eq!(error.kind(), ErrorKind::Malformed, "{error}");
+    }
 }
 
-/// Welcomes whoever calls, and answers a request that was never made.
-fn lie(mut socket: TcpStream, lie: [u8; 32]) {
+/// Welcomes whoever calls, and says something more.
+pub(crate) fn welcome(socket: &mut TcpStream, more: &[u8]) {
     let mut start = [0; 12];
     socket.read_exact(&mut start).unwrap();
     let mut body = vec![0; u32::from_le_bytes([start[8], start[9], start[10], start[11]]) as usize];
@@ -219,7 +276,6 @@ fn lie(mut socket: TcpStream, lie: [u8; 32]) {
     let mut answer = b"PSTHORSE".to_vec();
     answer.extend((welcome.len() as u32).to_le_bytes());
     answer.extend(welcome.as_bytes());
-    answer.extend(lie);
+    answer.extend(more);
     let _ = socket.write_all(&answer);
-    let _ = socket.read_to_end(&mut Vec::new());
 }

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod breaking;
+mod forked;
 mod grants;
 mod hostile;
 mod moving;

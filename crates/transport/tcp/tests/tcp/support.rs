@@ -327,12 +327,23 @@ struct Relayed {
     silent_below: AtomicU64,
     connections: Mutex<Vec<(TcpStream, TcpStream)>>,
     forwarded: AtomicU64,
+    /// How many bytes a second it forwards in each direction, if not all it can.
+    rate: Option<u32>,
 }
 
 impl Relay {
     pub(crate) fn to(port: u16) -> Self {
+        Self::with(port, Relayed::default())
+    }
+
+    /// A link that is as slow as that in each direction, and keeps little on its way.
+    pub(crate) fn slow(port: u16, bytes_per_second: u32) -> Self {
+        Self::with(port, Relayed { rate: Some(bytes_per_second), ..Relayed::default() })
+    }
+
+    fn with(port: u16, relayed: Relayed) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let relay = Self { port: listener.local_addr().unwrap().port(), shared: Arc::default() };
+        let relay = Self { port: listener.local_addr().unwrap().port(), shared: Arc::new(relayed) };
         let shared = Arc::clone(&relay.shared);
         std::thread::spawn(move || {
             for (number, incoming) in (1_u64..).zip(listener.incoming()) {
@@ -387,7 +398,11 @@ impl Relay {
 }
 
 fn forward(mut from: TcpStream, mut to: TcpStream, number: u64, shared: &Relayed) {
-    let mut buffer = vec![0; 64 << 10];
+    let mut buffer = vec![0; if shared.rate.is_some() { 16 << 10 } else { 64 << 10 }];
+    if shared.rate.is_some() {
+        socket2::SockRef::from(&from).set_recv_buffer_size(64 << 10).unwrap();
+        socket2::SockRef::from(&to).set_send_buffer_size(64 << 10).unwrap();
+    }
     while let Ok(len @ 1..) = from.read(&mut buffer) {
         if number < shared.silent_below.load(Ordering::SeqCst) {
             continue;
@@ -396,6 +411,9 @@ fn forward(mut from: TcpStream, mut to: TcpStream, number: u64, shared: &Relayed
             break;
         }
         shared.forwarded.fetch_add(len as u64, Ordering::SeqCst);
+        if let Some(rate) = shared.rate {
+            std::thread::sleep(Duration::from_secs(1) * len as u32 / rate);
+        }
     }
     let _ = from.shutdown(Shutdown::Both);
     let _ = to.shutdown(Shutdown::Both);
