@@ -1,14 +1,14 @@
 //! The serving side of the handshake port.
 
 use std::collections::VecDeque;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 use std::{fmt, io, net};
 
 use posthorse_core::{Error, ErrorKind, Result, SegmentDesc};
-use socket2::{Domain, Protocol, Socket, Type};
+use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Handle;
@@ -33,6 +33,12 @@ const ATTEMPTS: usize = 16;
 
 /// How long nothing is accepted after the system refused to accept, as when file descriptors have run out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// How long a connection has for its first request before it may have to make room. Meanwhile, the system keeps others.
+const GRACE: Duration = Duration::from_millis(100);
+
+/// How often it is looked whether there is room.
+const ROOM_PAUSE: Duration = Duration::from_millis(5);
 
 /// The handshake port, taken and not yet served: the name of a segment contains the port.
 #[derive(Debug)]
@@ -85,7 +91,7 @@ impl HandshakeListener {
         for socket in self.sockets {
             let listener = TcpListener::from_std(socket)
                 .map_err(|error| Error::os("handing the handshake's socket to the runtime", &error))?;
-            accepting.push(runtime.spawn(accept(listener, Arc::clone(&local))).abort_handle());
+            accepting.push(runtime.spawn(accept(Port(listener), Arc::clone(&local))).abort_handle());
         }
         Ok(Handshake { runtime: runtime.clone(), port: self.port, local, accepting })
     }
@@ -204,29 +210,49 @@ fn bind(address: SocketAddr, dual_stack: bool) -> Result<net::TcpListener, BindE
     listen().map_err(|error| (address, error))
 }
 
+/// A socket that listens. Where a forked child holds it too, closing alone would leave the port taken, and peers waiting.
+struct Port(TcpListener);
+
+impl Drop for Port {
+    fn drop(&mut self) {
+        let _ = SockRef::from(&self.0).shutdown(Shutdown::Both);
+    }
+}
+
 /// A connection that has not shown yet what it is about.
 struct Newcomer {
+    since: Instant,
     task: AbortHandle,
     settled: Arc<AtomicBool>,
 }
 
-async fn accept(listener: TcpListener, local: Arc<Local>) {
+/// Waits until there are fewer than `most` newcomers: until one has settled, or the oldest has had its time and is ended.
+async fn make_room(newcomers: &mut VecDeque<Newcomer>, most: usize) {
+    loop {
+        newcomers
+            .retain(|newcomer| !newcomer.settled.load(Ordering::Relaxed) && !newcomer.task.is_finished());
+        let Some(oldest) = newcomers.front().filter(|_| newcomers.len() >= most) else { return };
+        let left = GRACE.saturating_sub(oldest.since.elapsed());
+        if left.is_zero() {
+            oldest.task.abort();
+            newcomers.pop_front();
+        } else {
+            tokio::time::sleep(left.min(ROOM_PAUSE)).await;
+        }
+    }
+}
+
+async fn accept(port: Port, local: Arc<Local>) {
     // Dropped with this task: stopping it ends every connection.
     let mut connections = JoinSet::new();
     let mut newcomers: VecDeque<Newcomer> = VecDeque::new();
     loop {
-        let Ok((stream, address)) = listener.accept().await else {
+        let Ok((stream, address)) = port.0.accept().await else {
             tokio::time::sleep(ACCEPT_PAUSE).await;
             continue;
         };
         while connections.try_join_next().is_some() {}
-        newcomers
-            .retain(|newcomer| !newcomer.settled.load(Ordering::Relaxed) && !newcomer.task.is_finished());
-        while newcomers.len() >= local.config.newcomers {
-            if let Some(oldest) = newcomers.pop_front() {
-                oldest.task.abort();
-            }
-        }
+        make_room(&mut newcomers, local.config.newcomers).await;
         let settled = Arc::new(AtomicBool::new(false));
         let serving = serve(stream, Arc::clone(&local), Arc::clone(&settled));
         let task = connections.spawn(async move {
@@ -234,7 +260,7 @@ async fn accept(listener: TcpListener, local: Arc<Local>) {
                 tracing::debug!(%address, %error, "a handshake connection was given up");
             }
         });
-        newcomers.push_back(Newcomer { task, settled });
+        newcomers.push_back(Newcomer { since: Instant::now(), task, settled });
     }
 }
 

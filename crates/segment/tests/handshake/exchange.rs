@@ -1,9 +1,10 @@
 //! What Mooncake's handshake offers.
 
 use std::io::{Read as _, Write as _};
-use std::net::{IpAddr, Shutdown, TcpListener};
+use std::net::{IpAddr, Shutdown, TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use posthorse_core::{Deadline, ErrorKind, Features, Hello, Incarnation};
 use posthorse_segment::frame::{FrameType, encode};
@@ -137,6 +138,28 @@ fn a_port_that_is_taken_is_named_and_a_range_is_searched() {
     let config = HandshakeConfig { port_min: port, port_max: port.saturating_add(200), ..on_loopback() };
     let listener = HandshakeListener::bind(config).unwrap();
     assert!(listener.port() > port);
+}
+
+#[test]
+fn a_port_is_free_when_its_handshake_has_ended_although_a_forked_child_lives_on() {
+    let handshake = start();
+    let port = handshake.port();
+    let (mut ours, mut of_child) = UnixStream::pair().unwrap();
+    let child = std::thread::spawn(move || {
+        let live_on = move || of_child.write_all(b"x").is_ok() && of_child.read_exact(&mut [0]).is_ok();
+        // SAFETY: the child waits for nothing but what we write.
+        unsafe { posthorse_testkit::assert_in_forked_child(live_on) }
+    });
+    ours.read_exact(&mut [0]).unwrap();
+    drop(handshake);
+    let began = Instant::now();
+    // As soon as the runtime gets to it.
+    while TcpStream::connect(("127.0.0.1", port)).is_ok() {
+        assert!(began.elapsed() < Duration::from_secs(10), "somebody still listens");
+    }
+    HandshakeListener::bind(HandshakeConfig { port_min: port, port_max: port, ..on_loopback() }).unwrap();
+    ours.write_all(b"x").unwrap();
+    child.join().unwrap();
 }
 
 #[test]

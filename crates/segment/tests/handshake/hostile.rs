@@ -41,7 +41,7 @@ fn malformed_requests_cost_their_connection_alone() {
 fn hundreds_of_half_open_connections_keep_nobody_out() {
     let a = start();
     // The time-out is an hour: only making room lets anybody in.
-    let config = HandshakeConfig { newcomers: 8, io_timeout_ms: 3_600_000, ..on_loopback() };
+    let config = HandshakeConfig { newcomers: 32, io_timeout_ms: 3_600_000, ..on_loopback() };
     let b = start_with(config, 1, hello()).0;
     b.publish(&desc(b.name(), 1)).unwrap();
     let mut kept = Vec::new();
@@ -54,6 +54,20 @@ fn hundreds_of_half_open_connections_keep_nobody_out() {
         }
     }
     assert!(closed_without_answer(kept.swap_remove(0)), "the oldest gave way");
+}
+
+#[test]
+fn those_who_ask_a_little_late_are_all_answered() {
+    let config = HandshakeConfig { newcomers: 8, ..on_loopback() };
+    let b = start_with(config, 1, hello()).0;
+    let mut sockets: Vec<_> = (0..40).map(|_| dial(&b)).collect();
+    for socket in &mut sockets {
+        // Refused only if it was put out already, which the answer will tell.
+        let _ = socket.write_all(&encode(FrameType::Probe, b"{}", LIMIT).unwrap());
+    }
+    for (number, socket) in sockets.into_iter().enumerate() {
+        assert!(!closed_without_answer(socket), "connection {number}");
+    }
 }
 
 #[test]
