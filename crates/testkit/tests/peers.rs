@@ -93,12 +93,14 @@ fn the_failure_of_a_peer_is_seen() {
 fn no_peer_outlives_whoever_started_it() {
     const NAME: &str = "no_peer_outlives_whoever_started_it";
     if let Some(peer) = peer::child() {
-        if peer.arguments::<bool>().unwrap() {
+        // Kept until the end: dropped, it would be ended by that.
+        let _inner = peer.arguments::<bool>().unwrap().then(|| {
             let inner = peer::spawn(NAME, &false).unwrap();
             inner.send(&1).unwrap();
             let _: u64 = inner.receive(Deadline::NEVER).unwrap();
             peer.send(&inner.pid()).unwrap();
-        }
+            inner
+        });
         return count(peer);
     }
     let outer = peer::spawn(NAME, &true).unwrap();
