@@ -15,24 +15,54 @@ const LONG: Duration = Duration::from_micros(300);
 const PAUSE: Duration = Duration::from_millis(200);
 
 static START: LazyLock<Instant> = LazyLock::new(Instant::now);
+static SPINNING: Spinning = Spinning(AtomicU64::new(0));
+
 /// When spinning is tried again, in microseconds after the start.
-static AGAIN: AtomicU64 = AtomicU64::new(0);
+struct Spinning(AtomicU64);
+
+impl Spinning {
+    fn pays(&self, now: Instant) -> bool {
+        micros(now) >= self.0.load(Ordering::Relaxed)
+    }
+
+    fn yielded(&self, from: Instant, to: Instant) {
+        if to.duration_since(from) >= LONG {
+            self.0.fetch_max(micros(to + PAUSE), Ordering::Relaxed);
+        }
+    }
+}
 
 /// Whether a thread of this process that waits should spin now.
 pub fn pays(now: Instant) -> bool {
-    micros(now) >= AGAIN.load(Ordering::Relaxed)
+    SPINNING.pays(now)
 }
 
 /// Yields, for a thread that spins. When that takes long, no thread of this process should spin for a while.
 pub fn give_way() {
     let before = Instant::now();
     thread::yield_now();
-    let after = Instant::now();
-    if after.duration_since(before) >= LONG {
-        AGAIN.fetch_max(micros(after + PAUSE), Ordering::Relaxed);
-    }
+    SPINNING.yielded(before, Instant::now());
 }
 
 fn micros(at: Instant) -> u64 {
     at.saturating_duration_since(*START).as_micros() as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn spinning_pauses_for_a_while_after_a_long_yield() {
+        let (spinning, from) = (Spinning(AtomicU64::new(0)), *START);
+        let to = from + LONG - Duration::from_micros(1);
+        spinning.yielded(from, to);
+        assert!(spinning.pays(to));
+        let to = from + LONG;
+        spinning.yielded(from, to);
+        // One that ended earlier shortens nothing.
+        spinning.yielded(from, from + LONG);
+        assert!(!spinning.pays(to) && !spinning.pays(to + PAUSE - Duration::from_micros(1)));
+        assert!(spinning.pays(to + PAUSE));
+    }
 }

@@ -2,7 +2,6 @@
 
 use std::io::{Read as _, Write as _};
 use std::net::{IpAddr, Shutdown, TcpListener, TcpStream};
-use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -144,13 +143,7 @@ fn a_port_that_is_taken_is_named_and_a_range_is_searched() {
 fn a_port_is_free_when_its_handshake_has_ended_although_a_forked_child_lives_on() {
     let handshake = start();
     let port = handshake.port();
-    let (mut ours, mut of_child) = UnixStream::pair().unwrap();
-    let child = std::thread::spawn(move || {
-        let live_on = move || of_child.write_all(b"x").is_ok() && of_child.read_exact(&mut [0]).is_ok();
-        // SAFETY: the child waits for nothing but what we write.
-        unsafe { posthorse_testkit::assert_in_forked_child(live_on) }
-    });
-    ours.read_exact(&mut [0]).unwrap();
+    let _child = posthorse_testkit::IdleChild::fork();
     drop(handshake);
     let began = Instant::now();
     // As soon as the runtime gets to it.
@@ -158,8 +151,6 @@ fn a_port_is_free_when_its_handshake_has_ended_although_a_forked_child_lives_on(
         assert!(began.elapsed() < Duration::from_secs(10), "somebody still listens");
     }
     HandshakeListener::bind(HandshakeConfig { port_min: port, port_max: port, ..on_loopback() }).unwrap();
-    ours.write_all(b"x").unwrap();
-    child.join().unwrap();
 }
 
 #[test]

@@ -5,41 +5,10 @@ use std::net::{TcpListener, TcpStream};
 
 use posthorse_core::*;
 use posthorse_tcp::TcpConfig;
+use posthorse_testkit::IdleChild;
 
 use crate::hostile::{opening, welcome};
 use crate::support::*;
-
-/// A child that does nothing, for as long as this lives.
-struct Child(libc::pid_t);
-
-impl Child {
-    fn new() -> Self {
-        // SAFETY: the child calls nothing but what may be called between `fork` and `exec`. Should nobody end it, it ends.
-        match unsafe { libc::fork() } {
-            0 => loop {
-                // SAFETY: both take and give numbers.
-                unsafe {
-                    libc::alarm(120);
-                    libc::pause();
-                }
-            },
-            child => {
-                assert!(child > 0, "{}", std::io::Error::last_os_error());
-                Self(child)
-            }
-        }
-    }
-}
-
-impl Drop for Child {
-    fn drop(&mut self) {
-        // SAFETY: the child is ours, and nobody else waits for it.
-        unsafe {
-            libc::kill(self.0, libc::SIGKILL);
-            libc::waitpid(self.0, std::ptr::null_mut(), 0);
-        }
-    }
-}
 
 /// Waits until the other side has ended the connection.
 fn wait_for_end(mut socket: TcpStream) {
@@ -74,7 +43,7 @@ fn what_ends_has_ended_for_its_peers_although_a_forked_child_lives_on() {
     initiator.write_all(&opening(0)).unwrap();
     assert!(initiator.read(&mut [0; 1]).unwrap() == 1);
 
-    let _child = Child::new();
+    let _child = IdleChild::fork();
     here.transport.disconnect(path);
     lanes.into_iter().for_each(wait_for_end);
     let greeting_too = std::thread::spawn(|| wait_for_end(greeting));
