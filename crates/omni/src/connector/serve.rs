@@ -25,11 +25,11 @@ pub(super) struct Server {
 }
 
 impl Service for Server {
-    fn handle(&self, peer: &Peer, request: Request, responder: Responder) {
+    fn handle(&self, _peer: &Peer, request: Request, responder: Responder) {
         let Some(inner) = self.inner.upgrade() else { return responder.refuse(&closed()) };
         match request {
             Request::Query(query) => inner.answer_query(query, responder),
-            Request::Pull(pull) => inner.answer_pull(peer, pull, responder),
+            Request::Pull(pull) => inner.answer_pull(pull, responder),
             Request::Cancel(cancel) => inner.answer_cancel(&cancel, responder),
             Request::Close(close) => inner.answer_close(&close, responder),
             Request::Renew(renew) => inner.answer_renew(&renew, responder),
@@ -262,38 +262,27 @@ impl Inner {
         Ok(Lent { grant, _stored: Arc::clone(stored) })
     }
 
-    fn answer_pull(self: &Arc<Self>, peer: &Peer, pull: Pull, responder: Responder) {
-        let id = match &pull.extra {
-            Some(extra) => pull_id(&extra.consumer, extra.incarnation, extra.pull),
-            // A connection of a foreign consumer carries one request at a time.
-            None => {
-                pull_id(&format!("foreign {}", peer.address), posthorse_core::Incarnation(0), peer.connection)
-            }
+    fn answer_pull(self: &Arc<Self>, pull: Pull, responder: Responder) {
+        let Some(extra) = pull.extra else {
+            let message = "pulls of foreign consumers are not served";
+            return responder.refuse(&Error::new(ErrorKind::Unsupported, message));
         };
-        if let Some(extra) = &pull.extra
-            && let Err(error) = self.hello().agree(&extra.hello)
-        {
+        if let Err(error) = self.hello().agree(&extra.hello) {
             return responder.refuse(&error);
         }
-        let reachable = match &pull.extra {
-            Some(_) => Ok(()),
-            None => Err(Error::new(ErrorKind::Unsupported, "pulls of foreign consumers are not served")),
-        };
+        let id = pull_id(&extra.consumer, extra.incarnation, extra.pull);
         let longest = Deadline::after(PULL_TIME);
-        let theirs = pull.extra.as_ref().and_then(|extra| extra.deadline_ms);
-        let deadline = theirs.map_or(longest, |ms| longest.min(Deadline::after(Duration::from_millis(ms))));
-        let queued = self.with_state(|state, now| state.queue(&id, pull, responder, now));
+        let theirs = extra.deadline_ms.map(|ms| Deadline::after(Duration::from_millis(ms)));
+        let deadline = theirs.map_or(longest, |theirs| longest.min(theirs));
+        let queued = self.with_state(|state, now| state.queue(&id, &pull.request_id, extra, responder, now));
         if let Err((error, responder)) = queued {
             return responder.refuse(&error);
         }
         let (inner, task) = (Arc::clone(self), id.clone());
-        let work = move || match reachable {
-            Ok(()) => match inner.engine.opened(&task.consumer, task.incarnation) {
-                Some(segment) => inner.serve_pull(task, deadline, Ok(segment)),
-                // No worker waits for that.
-                None => inner.reach(task, deadline),
-            },
-            Err(error) => inner.serve_pull(task, deadline, Err(error)),
+        let work = move || match inner.engine.opened(&task.consumer, task.incarnation) {
+            Some(segment) => inner.serve_pull(task, deadline, Ok(segment)),
+            // No worker waits for that.
+            None => inner.reach(task, deadline),
         };
         if let Err(error) = self.workers.submit(work) {
             let rest = self.with_state(|state, now| state.end(&id, Outcome::Failed, now));
@@ -344,15 +333,12 @@ impl Inner {
     fn write(
         &self,
         id: &PullId,
-        pull: &Pull,
+        pull: &PullExtra,
         stored: &Stored,
         segment: &Segment,
         deadline: Deadline,
     ) -> Result<Arc<Batch>> {
-        let PullExtra { grant, checksum, transport, .. } = pull
-            .extra
-            .as_ref()
-            .ok_or_else(|| Error::new(ErrorKind::Unsupported, "pulls of foreign consumers are not served"))?;
+        let PullExtra { grant, checksum, transport, .. } = pull;
         if grant.len < stored.len {
             return Err(Error::new(
                 ErrorKind::OutOfBounds,

@@ -12,7 +12,7 @@ use posthorse_engine::{Batch, Grant};
 
 use super::{State, Stored};
 use crate::control::Responder;
-use crate::message::{Outcome, Pull, Query};
+use crate::message::{Outcome, PullExtra, Query};
 use crate::offer::{Cancelled, Found, PullId};
 
 /// What is done for a claim in flight.
@@ -44,7 +44,7 @@ pub(super) struct Lent {
 /// A pull that waits for a worker.
 #[derive(Debug)]
 pub(super) struct Job {
-    pub(super) pull: Pull,
+    pub(super) pull: PullExtra,
     pub(super) stored: Arc<Stored>,
     pub(super) responder: Responder,
 }
@@ -202,12 +202,12 @@ impl State {
     pub(super) fn queue(
         &mut self,
         id: &PullId,
-        pull: Pull,
+        key: &str,
+        pull: PullExtra,
         responder: Responder,
         now: Instant,
     ) -> Result<(), (Error, Responder)> {
-        let generation = pull.extra.as_ref().and_then(|extra| extra.generation);
-        match self.offers.begin(&pull.request_id, id, generation, now) {
+        match self.offers.begin(key, id, pull.generation, now) {
             Ok(Found { payload: stored, .. }) => {
                 self.serving.insert(id.clone(), Serving::Queued(Box::new(Job { pull, stored, responder })));
                 Ok(())
