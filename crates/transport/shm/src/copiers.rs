@@ -19,6 +19,8 @@ use crate::rendezvous::wire::{MapRequest, RegionReply};
 
 /// Small slices are copied several in one turn of a thread, up to this many.
 const PIECES: usize = 64;
+/// After as many bytes a thread that helps looks whether it still has to, even if nothing has ended.
+const HELP_BYTES: u64 = 1 << 20;
 
 /// What became of a request for a region, for a copy thread to see to.
 #[derive(Debug)]
@@ -47,6 +49,10 @@ struct State {
     spare: Vec<Turn>,
     /// Threads that copy right now, those that help among them.
     copying: u32,
+    /// Threads of our own among them.
+    own: u32,
+    /// Threads of our own that will look for work before they sleep: that copy or report, or look already.
+    up: u32,
     /// Threads of our own that sleep and were not notified.
     asleep: u32,
     /// Whether one of them looks for work without sleeping: the next finds it sooner than a wake-up takes.
@@ -73,8 +79,19 @@ pub(crate) struct Copiers {
 #[derive(Debug, Default)]
 struct Turn {
     pieces: Vec<Piece<Arc<Link>>>,
+    /// Those of the turn before, until no lock is held.
+    done: Vec<Piece<Arc<Link>>>,
     results: Vec<Result<()>>,
     reports: Reports,
+}
+
+/// Who copies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Role {
+    /// A thread of our own.
+    Own,
+    /// One that waits for a completion, and comes back as long as it does.
+    Helper,
 }
 
 /// What a thread of our own does next.
@@ -94,10 +111,12 @@ impl Copiers {
     ) -> Result<Arc<Self>> {
         let this = Arc::new(Self {
             state: Mutex::new(State {
-                jobs: Jobs::new(config.piece_bytes, config.queue_slices),
+                jobs: Jobs::new(config.piece_bytes, config.copy_threads(), config.queue_slices),
                 arrivals: Vec::new(),
                 spare: Vec::new(),
                 copying: 0,
+                own: 0,
+                up: config.copy_threads(),
                 asleep: 0,
                 spinning: false,
                 stopping: false,
@@ -129,7 +148,11 @@ impl Copiers {
 
     /// Ends the threads. Every path has been closed.
     pub(crate) fn stop(&self) {
-        self.state.lock().stopping = true;
+        {
+            let mut state = self.state.lock();
+            state.stopping = true;
+            state.up += std::mem::take(&mut state.asleep);
+        }
         self.available.store(true, Ordering::Release);
         self.work.notify_all();
         let threads = std::mem::take(&mut *self.threads.lock());
@@ -192,18 +215,18 @@ impl Copiers {
         }
     }
 
-    /// Copies one piece of what waits, if there is one (see `available`) and not enough threads copy already. Says whether it did.
+    /// Copies a part of what waits, if there is any (see `available`) and not enough threads copy already. Says whether it did.
     pub(crate) fn help(&self) -> bool {
         let taken = self.change(|state| {
             let mut turn = state.spare.pop().unwrap_or_default();
-            if state.copying < self.most && state.take(&mut turn, 1) {
+            if state.copying < self.most && state.begin(&mut turn, Role::Helper) {
                 return Some(turn);
             }
             state.spare.push(turn);
             None
         });
         let Some(mut turn) = taken else { return false };
-        self.copy(&mut turn);
+        self.copy(&mut turn, Role::Helper);
         let mut state = self.state.lock();
         state.jobs.reported(&mut turn.reports);
         state.spare.push(turn);
@@ -232,14 +255,19 @@ impl Copiers {
         result
     }
 
-    /// Says whether a sleeping thread has to be woken, which is then no longer counted as one.
+    /// Says whether a sleeping thread has to be woken, which then counts as up.
+    ///
+    /// Not for copies while another is up: where somebody waits and helps, one more would only take the processor from
+    /// either of the two. A thread that goes on from piece to piece wakes the next if there is still room for it.
     fn settle(&self, state: &mut State) -> bool {
         let copies = state.jobs.has_ready();
         self.available.store(copies || !state.arrivals.is_empty() || state.stopping, Ordering::Release);
-        let work = !state.arrivals.is_empty() || (copies && state.copying < self.most);
-        let wake = work && !state.spinning && state.asleep > 0;
-        state.asleep -= u32::from(wake);
-        wake
+        let work = if state.arrivals.is_empty() {
+            state.up == 0 && copies && state.copying < self.most
+        } else {
+            !state.spinning
+        };
+        work && state.wake()
     }
 
     fn send(&self, reports: &mut Reports) {
@@ -263,14 +291,17 @@ impl Copiers {
         loop {
             match self.next(&mut turn) {
                 Next::Stop => return,
-                Next::Map(Arrival { link, request, lent }) => match lent {
-                    Ok(Lent { reply, offset, file, answer }) => {
-                        link.arrived(request, answer, RemoteRegion::map(&reply, offset, file));
+                Next::Map(Arrival { link, request, lent }) => {
+                    match lent {
+                        Ok(Lent { reply, offset, file, answer }) => {
+                            link.arrived(request, answer, RemoteRegion::map(&reply, offset, file));
+                        }
+                        Err(error) => link.refuse(request, &error),
                     }
-                    Err(error) => link.refuse(request, &error),
-                },
+                    self.state.lock().up += 1;
+                }
                 Next::Copy => {
-                    self.copy(&mut turn);
+                    self.copy(&mut turn, Role::Own);
                     self.sent(&mut turn.reports);
                 }
             }
@@ -283,8 +314,9 @@ impl Copiers {
         let mut state = self.state.lock();
         loop {
             let next = if let Some(arrival) = state.arrivals.pop() {
+                state.up -= 1;
                 Some(Next::Map(arrival))
-            } else if state.copying < self.most && state.take(turn, PIECES) {
+            } else if state.copying < self.most && state.begin(turn, Role::Own) {
                 Some(Next::Copy)
             } else if state.stopping {
                 Some(Next::Stop)
@@ -299,7 +331,12 @@ impl Copiers {
                 }
                 return next;
             }
-            if !has_spun && !state.spinning && !state.jobs.has_ready() && !self.spin.is_zero() {
+            if !has_spun
+                && !state.spinning
+                && state.copying < self.most
+                && !state.jobs.has_ready()
+                && !self.spin.is_zero()
+            {
                 has_spun = true;
                 state.spinning = true;
                 self.available.store(false, Ordering::Release);
@@ -308,6 +345,7 @@ impl Copiers {
                 state = self.state.lock();
                 state.spinning = false;
             } else {
+                state.up -= 1;
                 state.asleep += 1;
                 self.work.wait(&mut state);
                 has_spun = false;
@@ -322,37 +360,92 @@ impl Copiers {
             for _ in 0..32 {
                 std::hint::spin_loop();
             }
+            // Whoever is to bring work, or copies it while he waits, may need this core.
+            thread::yield_now();
         }
     }
 
-    /// Copies the pieces of a turn, and reports what has ended by that: then this thread touches nothing any more, and
-    /// nobody waits for it who might be called. The caller then notes that they were sent.
-    fn copy(&self, turn: &mut Turn) {
-        let Turn { pieces, results, reports } = turn;
-        // SAFETY: whoever submitted the slice keeps its local memory until the completion, which follows.
-        results.extend(
-            pieces
-                .iter()
-                .map(|piece| unsafe { copy_piece(&piece.link, &piece.slice, piece.offset, piece.len) }),
-        );
-        self.change(|state| {
-            state.copying -= 1;
-            for (piece, result) in pieces.iter().zip(results.drain(..)) {
-                state.jobs.finish(piece, result, reports);
+    /// Copies the pieces of a turn and then others, until something has ended by that, which it reports: then this thread
+    /// touches nothing any more, and nobody waits for it who might be called. The caller then notes that they were sent.
+    /// A thread that helps goes on for [`HELP_BYTES`] at most.
+    fn copy(&self, turn: &mut Turn, role: Role) {
+        let mut copied = 0;
+        loop {
+            let Turn { pieces, done, results, reports } = &mut *turn;
+            // SAFETY: whoever submitted the slice keeps its local memory until the completion, which follows.
+            results.extend(
+                pieces
+                    .iter()
+                    .map(|piece| unsafe { copy_piece(&piece.link, &piece.slice, piece.offset, piece.len) }),
+            );
+            copied += pieces.iter().map(|piece| piece.len).sum::<u64>();
+            let (goes_on, wake) = {
+                let mut state = self.state.lock();
+                for (piece, result) in pieces.iter().zip(results.drain(..)) {
+                    state.jobs.finish(piece, result, reports);
+                }
+                std::mem::swap(pieces, done);
+                state.end(role);
+                let due = match role {
+                    Role::Own => !state.arrivals.is_empty() || state.stopping,
+                    Role::Helper => copied >= HELP_BYTES,
+                };
+                let goes_on = reports.is_empty() && !due && state.begin(turn, role);
+                let more = goes_on
+                    && role == Role::Own
+                    && state.copying < self.most
+                    && state.up == state.own
+                    && state.jobs.has_ready();
+                let wake = self.settle(&mut state) || (more && state.wake());
+                (goes_on, wake)
+            };
+            if wake {
+                self.work.notify_one();
             }
-        });
-        pieces.clear();
-        self.idle.notify_all();
-        self.send(reports);
+            self.idle.notify_all();
+            turn.done.clear();
+            if !goes_on {
+                break;
+            }
+        }
+        self.send(&mut turn.reports);
+    }
+
+    /// Wakes a thread if there is work that more could do. Asked now and then, since those that are up may be held up by whom
+    /// they report to.
+    pub(crate) fn rouse(&self) {
+        let wake = {
+            let mut state = self.state.lock();
+            state.copying < self.most && state.jobs.has_ready() && state.wake()
+        };
+        if wake {
+            self.work.notify_one();
+        }
     }
 }
 
 impl State {
-    /// Takes up to `most` pieces to be copied by one thread. Says whether there are any.
-    fn take(&mut self, turn: &mut Turn, most: usize) -> bool {
-        self.jobs.take(&mut turn.pieces, most);
-        let taken = !turn.pieces.is_empty();
-        self.copying += u32::from(taken);
-        taken
+    /// Takes what one thread copies in one turn. Says whether there is anything.
+    fn begin(&mut self, turn: &mut Turn, role: Role) -> bool {
+        let most = if role == Role::Own { PIECES } else { 1 };
+        self.jobs.take(&mut turn.pieces, most, turn.done.last());
+        let begins = !turn.pieces.is_empty();
+        self.copying += u32::from(begins);
+        self.own += u32::from(begins && role == Role::Own);
+        begins
+    }
+
+    /// A thread's turn is over.
+    fn end(&mut self, role: Role) {
+        self.copying -= 1;
+        self.own -= u32::from(role == Role::Own);
+    }
+
+    /// Says whether a thread sleeps, which then counts as woken.
+    fn wake(&mut self) -> bool {
+        let wakes = self.asleep > 0;
+        self.asleep -= u32::from(wakes);
+        self.up += u32::from(wakes);
+        wakes
     }
 }

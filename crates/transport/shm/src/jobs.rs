@@ -1,19 +1,17 @@
 //! Which slices wait for the copy threads, and which piece is copied next: a state machine without threads.
 //!
-//! Slices are cut into pieces. Within a priority the slices take turns, a piece each, so that a small one does
+//! Slices are cut into pieces (see `parts`). Within a priority the slices take turns, a piece each, so that a small one does
 //! not wait for all of a large one. A slice whose region is not mapped yet waits apart until it is.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
 use posthorse_core::{Completion, Error, FarEnd, Level, PathId, Priority, RegionId, Slice, SliceError};
 
+use crate::parts::Parts;
 use crate::rendezvous::wire::MapRequest;
 
-/// Into how many pieces a slice is cut at least, if they are not too small for that.
-const PIECES: u64 = 8;
-/// Pieces of a slice that is cut are no smaller, in bytes: what a piece costs besides its copy is some hundreds of
-/// nanoseconds.
-const LEAST_PIECE: u64 = 128 << 10;
+/// Small slices are copied several in one turn of a thread, up to so many bytes.
+const TURN: u64 = 128 << 10;
 
 /// Part of a slice, to be copied by one thread. `T` is what the slice was pushed with.
 #[derive(Debug)]
@@ -31,8 +29,8 @@ struct Job<T> {
     path: PathId,
     link: T,
     slice: Slice,
-    /// Where the next piece begins.
-    next: u64,
+    /// What has not been dealt out.
+    parts: Parts,
     /// Pieces that are being copied.
     active: u32,
     error: Option<Error>,
@@ -61,6 +59,13 @@ pub(crate) struct Reports {
     of: Vec<(PathId, u32)>,
 }
 
+impl Reports {
+    /// Whether there is nothing to report.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.completions.is_empty() && self.writable.is_empty()
+    }
+}
+
 /// What became of a slice that was offered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Push {
@@ -73,6 +78,7 @@ pub(crate) enum Push {
 #[derive(Debug)]
 pub(crate) struct Jobs<T> {
     piece_bytes: u64,
+    threads: u32,
     limit: u32,
     slab: Vec<Option<Job<T>>>,
     free: Vec<usize>,
@@ -83,11 +89,6 @@ pub(crate) struct Jobs<T> {
 /// A completion of this slice or notification that says why it failed. Nothing of it is under way any more.
 pub(crate) const fn failure(token: u64, error: Error) -> Completion {
     Completion { token, result: Err(SliceError { error, far_end: FarEnd::Quiet }) }
-}
-
-/// In which pieces a slice of `len` bytes is cut: so many that threads can share it, and none above `most` bytes.
-fn piece_bytes(len: u64, most: u64) -> u64 {
-    len.div_ceil(PIECES).next_multiple_of(4096).clamp(LEAST_PIECE.min(most), most)
 }
 
 /// Copies are visible when they are done.
@@ -107,10 +108,12 @@ const fn rank(priority: Priority) -> usize {
 }
 
 impl<T: Clone> Jobs<T> {
-    /// At most `limit` slices of each priority a path, so that the less urgent take no room from the urgent.
-    pub(crate) fn new(piece_bytes: usize, limit: u32) -> Self {
+    /// At most `limit` slices of each priority a path, so that the less urgent take no room from the urgent; `threads`
+    /// copy at once.
+    pub(crate) fn new(piece_bytes: usize, threads: u32, limit: u32) -> Self {
         Self {
             piece_bytes: piece_bytes as u64,
+            threads,
             limit,
             slab: Vec::with_capacity(limit as usize),
             free: Vec::with_capacity(limit as usize),
@@ -139,7 +142,8 @@ impl<T: Clone> Jobs<T> {
             return Push::Full;
         }
         load.queued[rank] += 1;
-        let job = Job { path, link, slice: *slice, next: 0, active: 0, error: None, waiting_for };
+        let parts = Parts::new(slice.local.len(), self.threads);
+        let job = Job { path, link, slice: *slice, parts, active: 0, error: None, waiting_for };
         let index = self.free.pop().unwrap_or(self.slab.len());
         match self.slab.get_mut(index) {
             Some(place) => *place = Some(job),
@@ -157,30 +161,27 @@ impl<T: Clone> Jobs<T> {
     }
 
     /// Hands out what one thread should copy next: one piece of a large slice, or several small slices, `most` in all.
-    pub(crate) fn take(&mut self, pieces: &mut Vec<Piece<T>>, most: usize) {
+    /// `last` is what it copied last.
+    pub(crate) fn take(&mut self, pieces: &mut Vec<Piece<T>>, most: usize, last: Option<&Piece<T>>) {
         let mut bytes = 0;
         for rank in 0..self.ready.len() {
-            while bytes < LEAST_PIECE.min(self.piece_bytes) && pieces.len() < most {
+            while bytes < TURN.min(self.piece_bytes) && pieces.len() < most {
                 let Some(index) = self.ready[rank].pop_front() else { break };
                 let Some(job) = self.slab.get_mut(index).and_then(Option::as_mut) else { continue };
-                let piece = piece_bytes(job.slice.local.len(), self.piece_bytes);
-                let len = piece.min(job.slice.local.len() - job.next);
-                pieces.push(Piece {
-                    job: index,
-                    path: job.path,
-                    link: job.link.clone(),
-                    slice: job.slice,
-                    offset: job.next,
-                    len,
-                });
-                job.next += len;
+                let after = last.filter(|last| last.job == index).map(|last| last.offset + last.len);
+                let (offset, len) = job.parts.take(after, self.piece_bytes);
+                let (path, slice) = (job.path, job.slice);
+                pieces.push(Piece { job: index, path, link: job.link.clone(), slice, offset, len });
                 job.active += 1;
                 bytes += len;
-                if job.next < job.slice.local.len() {
+                if !job.parts.is_empty() {
                     self.ready[rank].push_back(index);
                 }
-                if let Some(load) = self.paths.get_mut(&job.path) {
+                if let Some(load) = self.paths.get_mut(&path) {
                     load.active += 1;
+                }
+                if len < slice.local.len() {
+                    return;
                 }
             }
         }
@@ -194,7 +195,7 @@ impl<T: Clone> Jobs<T> {
             load.active -= 1;
         }
         if let Err(error) = result {
-            if job.next < job.slice.local.len() {
+            if !job.parts.is_empty() {
                 self.ready[rank(job.slice.priority)].retain(|index| *index != piece.job);
             }
             self.call_off(piece.job, error);
@@ -280,14 +281,14 @@ impl<T: Clone> Jobs<T> {
     /// No further piece of this job, which is in no queue, is begun; it has failed.
     fn call_off(&mut self, index: usize, error: Error) {
         let Some(job) = self.slab.get_mut(index).and_then(Option::as_mut) else { return };
-        job.next = job.slice.local.len();
+        job.parts = Parts::default();
         job.waiting_for = None;
         job.error.get_or_insert(error);
     }
 
     fn complete_if_over(&mut self, index: usize, reports: &mut Reports) {
         let Some(place) = self.slab.get_mut(index) else { return };
-        let is_over = |job: &mut Job<T>| job.active == 0 && job.next >= job.slice.local.len();
+        let is_over = |job: &mut Job<T>| job.active == 0 && job.parts.is_empty();
         let Some(job) = place.take_if(is_over) else { return };
         self.free.push(index);
         let token = job.slice.token;
@@ -325,6 +326,8 @@ mod tests {
     use super::*;
 
     const PATH: PathId = PathId(1);
+    /// Slices' lengths are given in as many bytes.
+    const UNIT: usize = 4096;
     const WANTED: MapRequest = MapRequest { region: RegionId(9), write: true };
 
     fn slice(token: u64, len: usize, priority: Priority) -> Slice {
@@ -334,7 +337,7 @@ mod tests {
             priority,
             checksum: Checksum::Off,
             level: Level::Visible,
-            local: View::Host(HostView::new(NonNull::dangling(), len)),
+            local: View::Host(HostView::new(NonNull::dangling(), len * UNIT)),
             local_region: RegionId(0),
             remote_address: 0,
             grant: None,
@@ -344,19 +347,20 @@ mod tests {
     }
 
     fn jobs(limit: u32) -> Jobs<()> {
-        let mut jobs = Jobs::new(100, limit);
+        let mut jobs = Jobs::new(100 * UNIT, 2, limit);
         jobs.open(PATH);
         jobs
     }
 
     fn take(jobs: &mut Jobs<()>) -> Vec<Piece<()>> {
         let mut pieces = Vec::new();
-        jobs.take(&mut pieces, 64);
+        jobs.take(&mut pieces, 64, None);
         pieces
     }
 
     fn brief(pieces: &[Piece<()>]) -> Vec<(u64, u64, u64)> {
-        pieces.iter().map(|piece| (piece.slice.token, piece.offset, piece.len)).collect()
+        let unit = UNIT as u64;
+        pieces.iter().map(|piece| (piece.slice.token, piece.offset / unit, piece.len / unit)).collect()
     }
 
     fn error(kind: ErrorKind) -> Error {
@@ -369,22 +373,22 @@ mod tests {
     }
 
     #[test]
-    fn slices_are_cut_so_that_threads_can_share_them() {
-        for (len, piece) in [(1, 128 << 10), (1 << 20, 128 << 10), (3 << 20, 384 << 10), (1 << 30, 1 << 20)] {
-            assert_eq!(piece_bytes(len, 1 << 20), piece, "{len}");
-        }
-        assert_eq!(piece_bytes(1 << 30, 4096), 4096, "pieces are never larger than configured");
-    }
-
-    #[test]
     fn slices_take_turns_and_the_urgent_go_first() {
         let mut jobs = jobs(10);
         jobs.push(PATH, &slice(1, 250, Priority::Medium), (), None);
         jobs.push(PATH, &slice(2, 30, Priority::Medium), (), None);
         jobs.push(PATH, &slice(3, 10, Priority::High), (), None);
-        assert_eq!(brief(&take(&mut jobs)), [(3, 0, 10), (1, 0, 100)]);
-        assert_eq!(brief(&take(&mut jobs)), [(2, 0, 30), (1, 100, 100)]);
-        assert_eq!(brief(&take(&mut jobs)), [(1, 200, 50)]);
+        // A thread that takes a piece of a larger slice takes no more.
+        assert_eq!(brief(&take(&mut jobs)), [(3, 0, 10), (1, 0, 63)]);
+        let second = take(&mut jobs);
+        assert_eq!(brief(&second), [(2, 0, 30), (1, 125, 63)]);
+        let mut pieces = Vec::new();
+        jobs.take(&mut pieces, 64, second.last());
+        assert_eq!(brief(&pieces), [(1, 188, 32)], "it goes on where it ended");
+        // What others began is taken from its end.
+        for piece in [(1, 93, 32), (1, 220, 30), (1, 63, 30)] {
+            assert_eq!(brief(&take(&mut jobs)), [piece]);
+        }
         assert_eq!(brief(&take(&mut jobs)), []);
     }
 
@@ -425,7 +429,7 @@ mod tests {
             assert_eq!(jobs.push(PATH, &slice(token, 1, Priority::High), (), None), push);
         }
         let mut pieces = Vec::new();
-        jobs.take(&mut pieces, 2);
+        jobs.take(&mut pieces, 2, None);
         assert_eq!(brief(&pieces), [(10, 0, 1), (11, 0, 1)]);
         let mut reports = Reports::default();
         for (piece, writable) in pieces.iter().zip([&[PATH][..], &[]]) {
@@ -502,23 +506,28 @@ mod tests {
             let mut jobs = jobs(8);
             let mut reports = Reports::default();
             let mut out: Vec<Piece<()>> = Vec::new();
-            let mut taken = 0;
+            let (mut taken, mut lens) = (0, Vec::new());
             let mut copied: HashMap<u64, u64> = HashMap::new();
+            let mut places = HashSet::new();
             for step in steps {
                 match step {
                     Step::Push(len, waits) => {
                         let wanted = waits.then_some(WANTED);
                         if jobs.push(PATH, &slice(taken, len, Priority::Medium), (), wanted) == Push::Taken {
                             taken += 1;
+                            lens.push((len * UNIT) as u64);
                         }
                     }
                     Step::Take => {
-                        for piece in take(&mut jobs) {
-                            let at = copied.entry(piece.slice.token).or_default();
-                            prop_assert_eq!(*at, piece.offset);
-                            *at += piece.len;
-                            out.push(piece);
+                        let mut pieces = Vec::new();
+                        jobs.take(&mut pieces, 64, out.last());
+                        for piece in &pieces {
+                            for place in (piece.offset..piece.offset + piece.len).step_by(UNIT) {
+                                prop_assert!(places.insert((piece.slice.token, place)), "copied twice");
+                            }
+                            *copied.entry(piece.slice.token).or_default() += piece.len;
                         }
+                        out.append(&mut pieces);
                     }
                     Step::Finish(which, fails) if !out.is_empty() => {
                         let piece = out.swap_remove(which % out.len());
@@ -533,6 +542,8 @@ mod tests {
                     }
                 }
                 for done in &reports.completions {
+                    let whole = done.result.is_err() || copied.get(&done.token) == Some(&lens[done.token as usize]);
+                    prop_assert!(whole, "ended before all of it was copied");
                     prop_assert!(out.iter().all(|piece| piece.slice.token != done.token), "ended while being copied");
                 }
             }

@@ -22,6 +22,7 @@ mod lease;
 mod link;
 #[cfg(not(loom))]
 mod owner;
+mod parts;
 #[cfg_attr(loom, allow(dead_code))]
 mod protocol;
 #[cfg(not(loom))]

@@ -510,6 +510,7 @@ impl Source for Link {
         for wanted in late {
             self.refuse(wanted, &Deadline::exceeded("the peer to lend a region").with_peer(&*self.met.peer));
         }
+        self.around.copiers.rouse();
     }
 }
 

@@ -134,6 +134,23 @@ fn a_waker_on_a_helping_thread_may_end_what_calls_it() {
 }
 
 #[test]
+fn a_waker_that_takes_its_time_does_not_hold_up_other_slices() {
+    let pair = Pair::new(ShmConfig { inline_bytes: 0, copy_threads: 2, spin_us: 0, ..config() });
+    let (release, busy) = (channel::<()>(), channel());
+    pair.a.events.wake(move || {
+        busy.0.send(()).unwrap();
+        let _ = release.1.recv();
+    });
+    pair.a.submit(pair.path, &[pair.slice(1)]).unwrap();
+    busy.1.recv_timeout(Duration::from_secs(60)).unwrap();
+    // One copy thread is held up, and nobody helps.
+    pair.a.submit(pair.path, &[pair.slice(2)]).unwrap();
+    pair.a.events.completion(2).result.unwrap();
+    drop(release.0);
+    pair.a.events.completion(1).result.unwrap();
+}
+
+#[test]
 fn wakers_that_end_each_others_paths_do_not_wait_for_each_other() {
     let pair = Pair::new(ShmConfig { inline_bytes: 0, copy_threads: 2, ..config() });
     let paths = [pair.path, pair.a.connect(&pair.b)];
