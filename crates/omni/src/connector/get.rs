@@ -526,25 +526,66 @@ mod tests {
     use super::*;
     use crate::connector::tests::{Pair, edge, eventually, soon};
 
-    #[test]
-    fn a_payload_that_was_written_for_a_get_that_gave_up_is_still_offered() {
-        let pair = Pair::new(|_| {});
-        pair.put("k", b"x");
+    /// A get whose payload was written, and that has not said so.
+    fn written(pair: &Pair, key: &str) -> Get {
         let inner = pair.receiver.inner();
-        let get = inner.begin_get(&edge(), "k", GetOptions::until(soon()), true).unwrap();
+        let get = inner.begin_get(&edge(), key, GetOptions::until(soon()), true).unwrap();
         let (size, offered) = block_on(inner.query(&get, Want::Write)).unwrap();
         let offered = offered.unwrap();
         let (mut slot, mut grant, request) = inner.prepare_slot(&get, size, &offered).unwrap();
         let granted = slot.grant(Some(grant.desc().token)).unwrap();
         let reply = get.dialer.request_blocking(&get.address, request, soon()).unwrap();
-        assert_eq!(PullReply::decode(&reply).unwrap(), PullReply::Done(Some(1)));
-        // Its deadline passed before it heard that.
-        inner.give_up(&get, Want::Write);
+        assert_eq!(PullReply::decode(&reply).unwrap(), PullReply::Done(Some(size)));
         grant.revoke(soon()).unwrap();
         slot.fill(granted).unwrap();
-        drop(slot);
+        get
+    }
+
+    #[test]
+    fn a_payload_that_was_written_for_a_get_that_gave_up_is_still_offered() {
+        let pair = Pair::new(|_| {});
+        pair.put("k", b"x");
+        // Its deadline passed before it heard that.
+        pair.receiver.inner().give_up(&written(&pair, "k"), Want::Write);
         assert_eq!(pair.get("k").unwrap().bytes().unwrap(), b"x");
         eventually("the end of the offer", || pair.sender.health().offers.offers == 0);
         pair.assert_idle();
+    }
+
+    #[test]
+    fn a_payload_that_was_written_for_a_get_that_is_never_heard_of_is_offered_again() {
+        let pair = Pair::new(|config| config.liveness_ms = 300);
+        pair.put("k", b"x");
+        written(&pair, "k");
+        assert_eq!(pair.get("k").unwrap().bytes().unwrap(), b"x");
+        eventually("the end of the offer", || pair.sender.health().offers.offers == 0);
+        pair.assert_idle();
+    }
+
+    #[test]
+    fn a_payload_that_was_written_is_kept_for_a_get_that_goes_on() {
+        let pair = Pair::new(|config| config.liveness_ms = 300);
+        pair.put("k", b"x");
+        let (get, inner) = (written(&pair, "k"), pair.receiver.inner());
+        let renewal = Renewal::new(inner, &get.address, &get.pull, Duration::from_millis(50));
+        let until = Instant::now() + Duration::from_millis(1200);
+        while Instant::now() < until {
+            assert_eq!(pair.sender.health().offers.claims, 1, "its place was given away");
+            std::thread::park_timeout(Duration::from_millis(20));
+        }
+        inner.close(&get.address, &get.pull, Outcome::Done);
+        drop(renewal);
+        eventually("the end of the offer", || pair.sender.health().offers.offers == 0);
+        pair.assert_idle();
+    }
+
+    #[test]
+    fn a_payload_that_was_written_is_given_up_when_its_producer_closes() {
+        let pair = Pair::new(|config| config.liveness_ms = 60_000);
+        pair.put("k", b"x");
+        written(&pair, "k");
+        pair.sender.close();
+        pair.assert_idle();
+        assert_eq!(pair.sender.health().offers.offers, 0);
     }
 }

@@ -234,12 +234,14 @@ impl State {
     }
 
     /// Nothing of a pull is under way any more. Where all was written, its claim ends when the consumer says that it has
-    /// it, or that it gave up before it heard so: then the payload is still offered.
+    /// it, or that it gave up before it heard so, or when it is silent for the time of a lease: then the payload is still
+    /// offered.
     pub(super) fn written(&mut self, pull: &PullId, outcome: Outcome, now: Instant) {
         match (self.serving.remove(pull), outcome) {
             (None, _) => {}
             (Some(Serving::Writing(_, None)), Outcome::Done) => {
                 self.serving.insert(pull.clone(), Serving::Written);
+                self.offers.written(pull, now);
             }
             (Some(Serving::Writing(_, Some(called_off))), Outcome::Done) => {
                 self.end_claim(pull, called_off, now);
@@ -248,10 +250,12 @@ impl State {
         }
     }
 
-    /// Ends every pull: those that wait for a worker at once, the others when their batches have ended.
+    /// Ends every pull: those that wait for a worker, and those that are written, at once; the others when their batches
+    /// have ended.
     pub(super) fn end_pulls(&mut self, now: Instant) -> Vec<Rest> {
-        let is_pull = |serving: &Serving| {
-            matches!(serving, Serving::Queued(_) | Serving::Connecting { .. } | Serving::Writing(..))
+        let is_pull = |serving: &Serving| match serving {
+            Serving::Queued(_) | Serving::Connecting { .. } | Serving::Writing(..) | Serving::Written => true,
+            Serving::Granting(_) | Serving::Lent(_) | Serving::Revoking(..) => false,
         };
         let pulls = self.serving.iter().filter(|(_, serving)| is_pull(serving));
         let pulls: Vec<PullId> = pulls.map(|(pull, _)| pull.clone()).collect();

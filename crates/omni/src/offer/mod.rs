@@ -41,7 +41,7 @@ pub struct OfferLimits {
     pub max_endings: usize,
     /// How long a consumer that was told of an offer may take to pull it before its place is given away.
     pub reservation: Duration,
-    /// How long a consumer may read without saying that it still does.
+    /// How long a consumer that reads, or was written to, may be silent.
     pub lease: Duration,
 }
 
@@ -116,8 +116,8 @@ pub enum Action<P> {
     Found(PullId, Found<P>),
     /// A get that waited gets nothing: answer it.
     Refuse(PullId, Error),
-    /// A consumer that reads has not renewed its lease, or is gone: make sure that it cannot touch the payload any
-    /// more, then call [`Offers::end`]. Until then the payload stays pinned.
+    /// A consumer that reads, or was written to, has not renewed its lease: make sure that it cannot touch the payload
+    /// any more, then call [`Offers::end`]. Until then the payload stays pinned.
     Overdue(PullId),
 }
 
@@ -183,7 +183,7 @@ struct Next<P> {
 struct Claim {
     key: Arc<str>,
     in_flight: bool,
-    /// The end of the reservation or lease; a write in flight has none.
+    /// The end of the reservation or lease; a write has none until all is written.
     due: Option<TimerId>,
 }
 
@@ -354,6 +354,16 @@ impl<P: Clone> Offers<P> {
         claim.due = Some(self.timers.add(now + self.limits.reservation, Timer::Claim(pull.clone())));
     }
 
+    /// All is written for a claim. Its consumer has to say that it has it, or that it is still there: what it says may be
+    /// lost, or the consumer be gone.
+    pub fn written(&mut self, pull: &PullId, now: Instant) {
+        let Some(claim) = self.claims.get_mut(pull) else { return };
+        if let Some(due) = claim.due.take() {
+            self.timers.remove(due);
+        }
+        claim.due = Some(self.timers.add(now + self.limits.lease, Timer::Claim(pull.clone())));
+    }
+
     /// Ends a claim: nothing touches the payload for it any more. `Done` counts as served; `Failed` gives the place
     /// back.
     ///
@@ -379,7 +389,7 @@ impl<P: Clone> Offers<P> {
         Ok(())
     }
 
-    /// Says that a consumer still reads. Returns whether it has such a claim.
+    /// Says that a consumer is still at it. Returns whether it has such a claim.
     pub fn renew(&mut self, pull: &PullId, now: Instant) -> bool {
         let Some(claim) = self.claims.get_mut(pull) else { return false };
         if let Some(due) = claim.due.take() {
@@ -451,26 +461,6 @@ impl<P: Clone> Offers<P> {
     /// Forgets how offers ended whose keys are to be used anew.
     pub fn forget_endings(&mut self, which: impl Fn(&str) -> bool) {
         self.endings.forget_all(which);
-    }
-
-    /// Forgets what a consumer waits for and has reserved; what it has in flight is overdue.
-    pub fn consumer_gone(
-        &mut self,
-        consumer: &str,
-        incarnation: Incarnation,
-        now: Instant,
-        out: &mut Actions<P>,
-    ) {
-        let is_its = |pull: &&PullId| *pull.consumer == *consumer && pull.incarnation == incarnation;
-        // What it waits for goes first, so that its own reservations are not passed on to it.
-        let waiting: Vec<PullId> = self.parking.pulls().filter(is_its).cloned().collect();
-        let mut claimed: Vec<PullId> = self.claims.keys().filter(is_its).cloned().collect();
-        claimed.sort();
-        for pull in waiting.into_iter().chain(claimed) {
-            if self.cancel(&pull, now, out) == Cancelled::InFlight {
-                out.push(Action::Overdue(pull));
-            }
-        }
     }
 
     /// Carries out what is due by now: offers expire, reservations lapse, leases are overdue, waiting ends.

@@ -49,10 +49,6 @@ impl Parking {
         self.parked.get(pull).map(|parked| Arc::clone(&parked.key))
     }
 
-    pub(super) fn pulls(&self) -> impl Iterator<Item = &PullId> {
-        self.parked.keys()
-    }
-
     /// Whether there is room for one more of this consumer.
     pub(super) fn room(&self, pull: &PullId) -> Result<()> {
         let of_consumer = self.consumers.get(&consumer(pull)).copied().unwrap_or(0);

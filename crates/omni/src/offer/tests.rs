@@ -187,26 +187,11 @@ fn waiting_is_bounded_in_all_and_for_each_consumer() {
     assert_eq!(kind(bench.claim("k", pull("a", 4), 10)), ErrorKind::QueueFull);
     bench.claim("k", pull("b", 5), 10).unwrap();
     assert_eq!(kind(bench.claim("k", pull("c", 6), 10)), ErrorKind::QueueFull);
-    bench.offers.consumer_gone("a", Incarnation(1), bench.now, &mut bench.out);
+    let cancelled = bench.offers.cancel(&pull("a", 1), bench.now, &mut bench.out);
+    assert_eq!(cancelled, Cancelled::Forgotten);
     bench.claim("k", pull("c", 6), 10).unwrap();
-    assert_eq!(bench.offers.stats().parked, 2);
-    assert!(bench.seen().is_empty(), "nobody is there to be told");
-}
-
-#[test]
-fn a_place_of_a_consumer_that_is_gone_goes_to_another() {
-    let mut bench = Bench::new();
-    bench.put("k", 10, Terms::default());
-    bench.claim("k", pull("a", 1), 0).unwrap();
-    bench.claim("k", pull("a", 2), 10).unwrap();
-    bench.claim("k", pull("b", 3), 10).unwrap();
-    bench.offers.consumer_gone("a", Incarnation(1), bench.now, &mut bench.out);
-    assert_eq!(bench.seen(), ["found 3 10"]);
-    bench.begin("k", &pull("b", 3)).unwrap();
-    bench.offers.consumer_gone("b", Incarnation(2), bench.now, &mut bench.out);
-    assert!(bench.seen().is_empty(), "another life of it");
-    bench.offers.consumer_gone("b", Incarnation(1), bench.now, &mut bench.out);
-    assert_eq!(bench.seen(), ["overdue 3"]);
+    assert_eq!(bench.offers.stats().parked, 4);
+    assert!(bench.seen().is_empty(), "nobody waits to be told");
 }
 
 #[test]
@@ -271,6 +256,26 @@ fn a_read_is_pinned_until_it_is_ended_however_overdue() {
     bench.end(&a, Outcome::Failed);
     assert_eq!(bench.seen(), ["release 10"]);
     assert!(!bench.offers.renew(&a, bench.now));
+}
+
+#[test]
+fn what_is_written_is_overdue_when_its_consumer_falls_silent() {
+    let mut bench = Bench::new();
+    let a = pull("a", 1);
+    bench.put("k", 10, Terms::default());
+    bench.begin("k", &a).unwrap();
+    bench.at(1000);
+    assert!(bench.seen().is_empty(), "a write takes its time");
+    bench.offers.written(&a, bench.now);
+    bench.at(1004);
+    assert!(bench.offers.renew(&a, bench.now));
+    bench.at(1008);
+    assert!(bench.seen().is_empty());
+    bench.claim("k", pull("b", 2), 10).unwrap();
+    bench.at(1009);
+    assert_eq!(bench.seen(), ["overdue 1"]);
+    bench.end(&a, Outcome::Failed);
+    assert_eq!(bench.seen(), ["found 2 10"]);
 }
 
 #[test]
@@ -340,7 +345,7 @@ enum Op {
     End(u8, u8, bool),
     Renew(u8, u8),
     Cancel(u8, u8),
-    Gone(u8),
+    Written(u8, u8),
     Retain(u8, u32),
     Release(u8, u32),
     Cleanup(u8),
@@ -357,8 +362,8 @@ fn op() -> impl Strategy<Value = Op> {
         6 => (key.clone(), consumer.clone(), number.clone()).prop_map(|(k, c, n)| Op::Begin(k, c, n)),
         8 => (consumer.clone(), number.clone(), any::<bool>()).prop_map(|(c, n, d)| Op::End(c, n, d)),
         1 => (consumer.clone(), number.clone()).prop_map(|(c, n)| Op::Renew(c, n)),
-        2 => (consumer.clone(), number).prop_map(|(c, n)| Op::Cancel(c, n)),
-        1 => consumer.prop_map(Op::Gone),
+        2 => (consumer.clone(), number.clone()).prop_map(|(c, n)| Op::Cancel(c, n)),
+        2 => (consumer, number).prop_map(|(c, n)| Op::Written(c, n)),
         1 => (key.clone(), 0_u32..3).prop_map(|(k, n)| Op::Retain(k, n)),
         1 => (key.clone(), 0_u32..3).prop_map(|(k, n)| Op::Release(k, n)),
         1 => key.prop_map(Op::Cleanup),
@@ -467,10 +472,10 @@ proptest! {
                     prop_assert_eq!(cancelled == Cancelled::InFlight, model.flying.contains_key(&id));
                     if cancelled == Cancelled::Forgotten { model.waiting.remove(&id); }
                 }
-                Op::Gone(consumer) => {
-                    let gone = id(consumer, 0).consumer;
-                    model.waiting.retain(|id| id.consumer != gone);
-                    offers.consumer_gone(&gone, Incarnation(1), now, &mut out);
+                // The connector says it of writes only; of a read it is a renewal.
+                Op::Written(consumer, number) => {
+                    let id = id(consumer, number);
+                    if offers.is_in_flight(&id) { offers.written(&id, now); }
                 }
                 Op::Retain(key, n) => { let _ = offers.retain(name(key), n, now, &mut out); }
                 Op::Release(key, n) => { let _ = offers.release(name(key), n, now, &mut out); }
