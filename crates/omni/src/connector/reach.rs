@@ -2,7 +2,8 @@
 //!
 //! A consumer that can ask and cannot be reached costs as much time as a connection may take. So each consumer without
 //! a connection is reached by a thread of its own, which all of its pulls wait for; and one that could not be reached
-//! is remembered: its pulls are refused at once for a moment, and later attempts leave room for newcomers.
+//! is remembered: its pulls are refused at once for a moment, and later attempts leave room for newcomers, which go
+//! first three times out of four.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Weak};
@@ -23,6 +24,8 @@ const MOST: usize = 64;
 const MOST_AGAIN: usize = 16;
 /// The most pulls that wait for their consumers to be reached.
 const MOST_PULLS: usize = 4096;
+/// Of so many turns one is of those that could not be reached before, however many newcomers there are.
+const EVERY: u32 = 4;
 /// For how long a consumer that could not be reached is not tried again.
 const PAUSE: Duration = Duration::from_secs(1);
 /// For how long it is known that a consumer could not be reached.
@@ -55,6 +58,8 @@ struct Table {
     /// Whose turn comes, in two lines: those that could not be reached before stand in the second.
     newcomers: VecDeque<Life>,
     again: VecDeque<Life>,
+    /// Turns of newcomers since the last of the others.
+    in_a_row: u32,
     /// Consumers that threads are at, and how many of them are such as above.
     under_way: usize,
     again_under_way: usize,
@@ -107,11 +112,11 @@ impl Table {
         if self.under_way >= MOST {
             return None;
         }
-        let turn = match self.newcomers.pop_front() {
-            Some(life) => Turn { life, again: false },
-            None if self.again_under_way < MOST_AGAIN => Turn { life: self.again.pop_front()?, again: true },
-            None => return None,
-        };
+        let may_again = self.again_under_way < MOST_AGAIN && !self.again.is_empty();
+        let again = may_again && (self.newcomers.is_empty() || self.in_a_row + 1 >= EVERY);
+        let line = if again { &mut self.again } else { &mut self.newcomers };
+        let turn = Turn { life: line.pop_front()?, again };
+        self.in_a_row = if again { 0 } else { self.in_a_row.saturating_add(1) };
         self.under_way += 1;
         self.again_under_way += usize::from(turn.again);
         Some(turn)
@@ -260,6 +265,26 @@ mod tests {
         assert_eq!(*table.begin().unwrap().life.0, *MOST.to_string());
         table.end(&turns[0], None, later);
         assert!(table.begin().unwrap().again, "the next of those that wait");
+    }
+
+    #[test]
+    fn consumers_that_were_not_reached_have_their_turn_beside_any_number_of_newcomers() {
+        let (mut table, now) = (Table::default(), Instant::now());
+        table.add(waiting(0, 0), now).unwrap();
+        let turn = table.begin().unwrap();
+        table.end(&turn, Some(&unreachable()), now);
+        let later = now + PAUSE;
+        table.add(waiting(0, 1), later).unwrap();
+        let turns: Vec<_> = (1..=EVERY as usize)
+            .map(|newcomer| {
+                table.add(waiting(newcomer, 0), later).unwrap();
+                let turn = table.begin().unwrap();
+                table.end(&turn, None, later);
+                turn
+            })
+            .collect();
+        assert_eq!(turns.iter().filter(|turn| turn.again).count(), 1, "{turns:?}");
+        assert_eq!(table.begin().map(|turn| turn.again), Some(false), "the newcomer that had to wait");
     }
 
     #[test]
