@@ -95,7 +95,8 @@ impl StreamProducer {
         }
     }
 
-    /// Ends the stream, and returns the number under which the end mark is to be offered. It needs no credit.
+    /// Ends the stream, well or with an error, and returns the number under which the end mark is to be offered. It needs
+    /// no credit.
     ///
     /// # Errors
     /// As [`StreamProducer::send`].
@@ -103,14 +104,6 @@ impl StreamProducer {
         self.check()?;
         self.state = ProducerState::Ended;
         Ok(self.next)
-    }
-
-    /// Ends the stream with an error, and returns the number under which it is to be offered. It needs no credit.
-    ///
-    /// # Errors
-    /// As [`StreamProducer::send`].
-    pub fn fail(&mut self) -> Result<u64> {
-        self.end()
     }
 
     /// The consumer's credit: the first number that may not be sent yet. Late and repeated ones change nothing.
@@ -357,7 +350,7 @@ mod tests {
         assert!(producer.credit(u64::MAX).is_err());
         assert_eq!(producer.end().unwrap(), 4, "without credit");
         assert_eq!(producer.send().unwrap_err().kind(), ErrorKind::Closed);
-        assert_eq!(producer.fail().unwrap_err().kind(), ErrorKind::Closed);
+        assert_eq!(producer.end().unwrap_err().kind(), ErrorKind::Closed);
         assert_eq!(producer.sent(), 4);
     }
 

@@ -401,11 +401,14 @@ impl Inner {
         let granted = slot.grant(Some(grant.desc().token))?;
         let reply = get.dialer.request_blocking(&get.address, request, get.deadline);
         let outcome = reply.and_then(|reply| match PullReply::decode(&reply)? {
-            PullReply::Done(Some(bytes)) if bytes != size => Err(Error::new(
+            PullReply::Done(Some(bytes)) if bytes == size => Ok(()),
+            PullReply::Done(Some(bytes)) => Err(Error::new(
                 ErrorKind::Corrupt,
                 format!("the producer wrote {bytes} bytes of a payload of {size}"),
             )),
-            PullReply::Done(_) => Ok(()),
+            PullReply::Done(None) => {
+                Err(Error::new(ErrorKind::Malformed, "the producer does not say how much it wrote"))
+            }
             PullReply::Failed => Err(Error::new(ErrorKind::PeerRefused, "the producer's transfer failed")),
             PullReply::Refused(refusal) => Err(refusal.to_error(&get.address)),
         });

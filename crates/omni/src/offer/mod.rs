@@ -503,20 +503,21 @@ impl<P: Clone> Offers<P> {
     /// Ends every offer and refuses everything from now on. What has claims ends with them. Idempotent.
     pub fn close(&mut self, now: Instant, out: &mut Actions<P>) {
         self.closed = true;
+        // First: who waits behind a claim is told of the close, not of the end of that offer.
+        for (pull, timer) in self.parking.drain() {
+            self.timers.remove(timer);
+            out.push(Action::Refuse(pull, Error::new(ErrorKind::Closed, "the connector is closed")));
+        }
         let mut keys: Vec<Arc<str>> = self.offers.keys().cloned().collect();
         keys.sort();
         for key in keys {
-            self.withdraw(&key, Ending::Closed, now, out);
+            self.withdraw(&key, Ending::CleanedUp, now, out);
         }
         let mut reserved: Vec<PullId> =
             self.claims.iter().filter(|(_, claim)| !claim.in_flight).map(|(pull, _)| pull.clone()).collect();
         reserved.sort();
         for pull in reserved {
             let _ = self.end(&pull, Outcome::Failed, now, out);
-        }
-        for (pull, timer) in self.parking.drain() {
-            self.timers.remove(timer);
-            out.push(Action::Refuse(pull, Error::new(ErrorKind::Closed, "the connector is closed")));
         }
     }
 

@@ -314,8 +314,9 @@ fn closing_refuses_and_releases_all_but_what_is_in_flight() {
     bench.put("k", 12, Terms::default());
     bench.claim("l", pull("a", 2), 0).unwrap();
     bench.claim("m", pull("b", 3), 10).unwrap();
+    bench.claim("l", pull("b", 4), 10).unwrap();
     bench.offers.close(bench.now, &mut bench.out);
-    assert_eq!(bench.seen(), ["release 12", "release 11", "refuse 3 Closed"]);
+    assert_eq!(bench.seen(), ["refuse 4 Closed", "refuse 3 Closed", "release 12", "release 11"]);
     bench.offers.close(bench.now, &mut bench.out);
     assert!(bench.seen().is_empty());
     assert_eq!(kind(bench.claim("m", pull("b", 3), 10)), ErrorKind::Closed);

@@ -12,7 +12,6 @@ pub(super) enum Ending {
     Expired,
     CleanedUp,
     Replaced,
-    Closed,
 }
 
 impl Ending {
@@ -23,7 +22,6 @@ impl Ending {
             Self::Expired => "was not pulled within its time to live",
             Self::CleanedUp => "was cleaned up by its producer",
             Self::Replaced => "was replaced by another put of its key",
-            Self::Closed => "ended with its producer",
         };
         let error = Error::new(ErrorKind::Expired, format!("the offer of {key:?} {how}"));
         match self {
@@ -85,7 +83,7 @@ mod tests {
         tombstones.remember(&keys[1], Ending::Expired);
         tombstones.remember(&keys[0], Ending::CleanedUp);
         assert_eq!(tombstones.of("a"), Some(Ending::CleanedUp));
-        tombstones.remember(&keys[2], Ending::Closed);
+        tombstones.remember(&keys[2], Ending::Replaced);
         assert_eq!((tombstones.of("a"), tombstones.of("b")), (Some(Ending::CleanedUp), None));
         tombstones.forget("a");
         assert_eq!(tombstones.of("a"), None);
