@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use common::{Pair, build, config, edge, eventually, soon};
+use common::{Pair, assert_whole, build, config, edge, eventually, soon};
 use posthorse_core::{Checksum, DType, Deadline, ErrorKind};
 use posthorse_omni::config::Role;
 use posthorse_omni::{Connector, ConnectorConfig, GetOptions, PutOptions, Source, TensorSet, TensorSpec};
@@ -400,6 +400,20 @@ fn tensors_made_in_the_pool_go_out_without_a_copy() {
     let error = pair.sender.alloc_tensors(&twice, soon()).unwrap_err();
     assert!(error.message().contains("\"a\" for the second time"), "{error}");
     pair.assert_whole();
+}
+
+#[test]
+fn a_lease_of_ones_own_payload_is_a_copy() {
+    let connector = build(config(Role::Both));
+    let (host, port) = connector.address().unwrap();
+    connector.put(&edge(), "k", &b"x"[..], PutOptions::default()).unwrap();
+    let source = Source::At(&host, port);
+    let options = GetOptions { lease: true, source, ..GetOptions::until(soon()) };
+    let got = connector.get(&edge(), "k", options).unwrap();
+    assert!(!got.is_leased());
+    assert_eq!(got.bytes().unwrap(), b"x");
+    drop(got);
+    assert_whole(&connector);
 }
 
 #[test]

@@ -9,7 +9,7 @@ use posthorse_core::{
     Access, Checksum, Deadline, Error, ErrorKind, GrantDesc, Incarnation, Opcode, Priority, RemoteRange,
     Result, Route, TransferRequest,
 };
-use posthorse_engine::{Grant, Precedence, Segment, SubmitOptions};
+use posthorse_engine::{Grant, LeasedMemory, Precedence, Segment, SubmitOptions};
 
 use super::lease::{self, Lease, Renewal};
 use super::put::Ticket;
@@ -252,15 +252,14 @@ impl Inner {
         let same_host = transport.as_ref().is_some_and(|(_, capabilities)| capabilities.same_host_only);
         let transport = transport.map_or_else(String::new, |(name, _)| name);
         self.remember(&get.address, same_host);
+        if let (true, Want::Read, true, Some(grant)) = (get.lease, want, same_host, &offered.grant)
+            && let Some(region) =
+                self.lease(&segment, route, grant).inspect_err(|_| self.give_up(get, Want::Read))?
+        {
+            let lease = Lease::new(region, renewal);
+            return Ok(Some(Received::leased(lease, size, offered.manifest.clone(), transport)));
+        }
         let received = match (want, same_host, &offered.grant) {
-            (Want::Read, true, Some(grant)) if get.lease => {
-                let region = self
-                    .engine
-                    .lease(&segment, route, grant)
-                    .inspect_err(|_| self.give_up(get, Want::Read))?;
-                let lease = Lease::new(region, renewal);
-                Ok(Received::leased(lease, size, offered.manifest.clone(), transport))
-            }
             (Want::Read, true, Some(grant)) => {
                 self.read(get, size, offered, grant, (&segment, route), transport)
             }
@@ -273,6 +272,15 @@ impl Inner {
             (Want::Write, ..) => self.pull(get, size, offered, transport),
         };
         received.map(Some)
+    }
+
+    /// The producer's memory, to be read in place. `None` where the transport has no such thing, and it is copied.
+    fn lease(&self, segment: &Segment, route: Route, grant: &GrantDesc) -> Result<Option<LeasedMemory>> {
+        match self.engine.lease(segment, route, grant) {
+            Ok(memory) => Ok(Some(memory)),
+            Err(error) if error.kind() == ErrorKind::Unsupported => Ok(None),
+            Err(error) => Err(error),
+        }
     }
 
     /// What a peer is told of the transport, if there is anything to tell.
