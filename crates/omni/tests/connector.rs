@@ -13,6 +13,7 @@ use bytes::Bytes;
 use common::{Pair, assert_whole, build, config, edge, eventually, soon};
 use posthorse_core::{Checksum, DType, Deadline, ErrorKind};
 use posthorse_omni::config::Role;
+use posthorse_omni::payload::MAX_TENSORS;
 use posthorse_omni::{Connector, ConnectorConfig, GetOptions, PutOptions, Source, TensorSet, TensorSpec};
 use posthorse_testkit::{Random, pattern, peer};
 use serde::{Deserialize, Serialize};
@@ -400,6 +401,30 @@ fn tensors_made_in_the_pool_go_out_without_a_copy() {
     let error = pair.sender.alloc_tensors(&twice, soon()).unwrap_err();
     assert!(error.message().contains("\"a\" for the second time"), "{error}");
     pair.assert_whole();
+}
+
+#[test]
+fn as_many_tensors_as_can_be_put_can_be_got() {
+    let names: Vec<String> = (0..MAX_TENSORS).map(|n| format!("model.layers.{n}.weight")).collect();
+    let bytes: Vec<[u8; 4]> = (0..MAX_TENSORS as u32).map(u32::to_le_bytes).collect();
+    for transport in ["shm", "tcp"] {
+        let pair = Pair::by(transport);
+        for lease in [false, true] {
+            for count in [0, 1, 1000, MAX_TENSORS] {
+                let mut set = TensorSet::new();
+                for (name, bytes) in names.iter().zip(&bytes).take(count) {
+                    set.push(name, DType::U32, &[1], bytes).unwrap();
+                }
+                pair.sender.put(&edge(), "k", &set, PutOptions::default()).unwrap();
+                let options = GetOptions { lease, ..GetOptions::until(soon()) };
+                let got = pair.receiver.get(&edge(), "k", options).unwrap();
+                assert!(got.tensors().iter().map(|desc| &desc.name).eq(names.iter().take(count)));
+                let Some(last) = count.checked_sub(1) else { continue };
+                assert_eq!(got.tensor(&names[last]).unwrap().bytes(), bytes[last]);
+            }
+        }
+        pair.assert_whole();
+    }
 }
 
 #[test]

@@ -257,7 +257,7 @@ impl Inner {
                 self.lease(&segment, route, grant).inspect_err(|_| self.give_up(get, Want::Read))?
         {
             let lease = Lease::new(region, renewal);
-            return Ok(Some(Received::leased(lease, size, offered.manifest.clone(), transport)));
+            return Received::leased(lease, size, offered.manifest.clone(), transport).map(Some);
         }
         let received = match (want, same_host, &offered.grant) {
             (Want::Read, true, Some(grant)) => {
@@ -368,7 +368,7 @@ impl Inner {
         let outcome = self.read_into_pool(get, size, grant, from, checksum);
         let done = if outcome.is_ok() { Outcome::Done } else { Outcome::Failed };
         self.close(&get.address, &get.pull, done);
-        outcome.map(|buffer| Received::own(buffer, size, offered.manifest.clone(), transport))
+        Received::own(outcome?, size, offered.manifest.clone(), transport)
     }
 
     fn read_into_pool(
@@ -431,7 +431,7 @@ impl Inner {
                 let buffer = slot.into_buffer()?;
                 outcome?;
                 self.close(&get.address, &get.pull, Outcome::Done);
-                Ok(Received::own(buffer, size, offered.manifest.clone(), transport))
+                Received::own(buffer, size, offered.manifest.clone(), transport)
             }
             Err(error) => {
                 if outcome.is_ok() {

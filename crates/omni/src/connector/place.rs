@@ -9,7 +9,7 @@ use posthorse_memory::CopyPool;
 
 use super::Inner;
 use super::stored::{LEAST_SHARED, Piece, Place, Stored};
-use crate::payload::{Manifest, NamedTensor, PayloadKind, TensorData, TensorSet};
+use crate::payload::{Manifest, NamedTensor, TensorData, TensorSet};
 
 impl Inner {
     /// A block of the pool. An empty payload takes the smallest, since no block is empty.
@@ -29,7 +29,7 @@ impl Inner {
     /// A tensor set as it travels: headers written, tensors copied once, but those that are shared.
     pub(super) fn place_tensors(&self, set: &TensorSet<'_>, deadline: Deadline) -> Result<Stored> {
         let envelope = set.layout()?;
-        let manifest = Manifest { kind: PayloadKind::Tensors, tensors: envelope.tensors().to_vec() };
+        let manifest = Manifest::of_tensors(envelope.tensors());
         let shared: Vec<Option<Piece>> =
             set.tensors().iter().map(|tensor| self.share_tensor(tensor)).collect();
         let elsewhere: u64 = shared.iter().flatten().map(|piece| piece.len).sum();

@@ -5,7 +5,7 @@ use posthorse_core::{Error, ErrorKind, Result};
 use serde::de::DeserializeOwned;
 
 use super::lease::Lease;
-use crate::payload::{Manifest, PayloadKind, TensorDesc, find_tensor, marker};
+use crate::payload::{Manifest, PayloadKind, TensorDesc, envelope, find_tensor, marker};
 
 /// A payload that has arrived: bytes, tensors or a value, in a block of the consumer's pool.
 ///
@@ -27,12 +27,32 @@ enum Memory {
 }
 
 impl Received {
-    pub(super) fn own(buffer: ManagedBuffer, len: u64, manifest: Manifest, transport: String) -> Self {
-        Self { memory: Memory::Own(buffer), len, manifest, transport }
+    /// # Errors
+    /// As [`Received::listed`].
+    pub(super) fn own(
+        buffer: ManagedBuffer,
+        len: u64,
+        manifest: Manifest,
+        transport: String,
+    ) -> Result<Self> {
+        Self { memory: Memory::Own(buffer), len, manifest, transport }.listed()
     }
 
-    pub(super) fn leased(lease: Lease, len: u64, manifest: Manifest, transport: String) -> Self {
-        Self { memory: Memory::Leased(lease), len, manifest, transport }
+    /// # Errors
+    /// As [`Received::listed`].
+    pub(super) fn leased(lease: Lease, len: u64, manifest: Manifest, transport: String) -> Result<Self> {
+        Self { memory: Memory::Leased(lease), len, manifest, transport }.listed()
+    }
+
+    /// With the list of its tensors, which travels in the bytes where it is long.
+    ///
+    /// # Errors
+    /// `Malformed` when the bytes are not those of a tensor set.
+    fn listed(mut self) -> Result<Self> {
+        if self.manifest.is_in_bytes() {
+            self.manifest.tensors = envelope::read(self.bytes()?)?;
+        }
+        Ok(self)
     }
 
     /// Bytes of the payload as it travelled; of a tensor set, with its headers.

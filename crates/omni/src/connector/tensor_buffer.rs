@@ -5,7 +5,7 @@ use posthorse_core::{Deadline, Error, ErrorKind, Result};
 
 use super::{Connector, Stored};
 use crate::payload::envelope::{Envelope, TensorSpec};
-use crate::payload::{Manifest, PayloadKind, TensorDesc, find_tensor};
+use crate::payload::{Manifest, TensorDesc, find_tensor};
 
 /// A block of the pool, laid out for named tensors: [`Connector::alloc_tensors`]. Filled and put, it goes out without a
 /// copy, and a consumer on the same host can lease it.
@@ -40,7 +40,7 @@ impl TensorBuffer {
 
     /// As it is offered, in its own block or in the `copy` that was made of it.
     pub(super) fn into_stored(self, copy: Option<ManagedBuffer>) -> Stored {
-        let manifest = Manifest { kind: PayloadKind::Tensors, tensors: self.envelope.tensors().to_vec() };
+        let manifest = Manifest::of_tensors(self.envelope.tensors());
         Stored::sized(copy.unwrap_or(self.buffer), self.envelope.len(), manifest, false)
     }
 }

@@ -7,6 +7,9 @@ use serde::{Deserialize, Serialize};
 pub const MAX_TENSORS: usize = 65_536;
 /// The most dimensions that a tensor may have.
 pub const MAX_DIMENSIONS: usize = 64;
+/// The longest list of tensors that travels beside the bytes, in bytes: well within a control message, and so short that it
+/// costs a get nothing.
+const MAX_LISTED_BYTES: usize = 64 << 10;
 
 /// The kinds of payload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -24,7 +27,7 @@ pub enum PayloadKind {
 
 /// What a payload is made of, as it travels beside the bytes.
 ///
-/// A payload of kind `Tensors` describes itself, so that its list may stay empty: where it is long, the
+/// A payload of kind `Tensors` describes itself, so that its list may stay empty: where it is long, it does, and the
 /// consumer reads it from the bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Manifest {
@@ -54,6 +57,19 @@ impl Manifest {
     /// A payload of this kind without tensors to describe.
     pub const fn of(kind: PayloadKind) -> Self {
         Self { kind, tensors: Vec::new() }
+    }
+
+    /// A set of these tensors, listed unless the list is long.
+    pub(crate) fn of_tensors(tensors: &[TensorDesc]) -> Self {
+        // Keys and numbers beside the name and shape, each as long as it can be.
+        let listed = |tensor: &TensorDesc| 80 + tensor.name.len() + 9 * tensor.shape.len();
+        let is_short = tensors.iter().map(listed).sum::<usize>() <= MAX_LISTED_BYTES;
+        Self { kind: PayloadKind::Tensors, tensors: if is_short { tensors.to_vec() } else { Vec::new() } }
+    }
+
+    /// Whether the tensors are to be read from the bytes.
+    pub(crate) fn is_in_bytes(&self) -> bool {
+        self.kind == PayloadKind::Tensors && self.tensors.is_empty()
     }
 
     /// Checks what a peer says against the payload's size.
