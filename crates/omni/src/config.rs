@@ -170,7 +170,7 @@ config! {
     max_offers: u32 = 65_536, "at least 1";
     /// The most gets that wait at a producer.
     max_parked: u32 = 4096, "at least 0";
-    /// The most gets of one consumer that wait.
+    /// The most gets of one consumer that wait at a producer, and of this connector that are sent there to wait.
     max_parked_per_consumer: u32 = 1024, "at least 0";
     /// The most control connections that a producer serves.
     max_connections: u32 = 4096, "at least 1";

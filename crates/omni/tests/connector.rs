@@ -6,6 +6,7 @@ mod common;
 use std::num::NonZeroU32;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Waker};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -401,6 +402,31 @@ fn tensors_made_in_the_pool_go_out_without_a_copy() {
     let error = pair.sender.alloc_tensors(&twice, soon()).unwrap_err();
     assert!(error.message().contains("\"a\" for the second time"), "{error}");
     pair.assert_whole();
+}
+
+#[test]
+fn hundreds_of_gets_that_wait_hold_up_no_other() {
+    let keys: Vec<String> = (0..200).map(|n| format!("later{n}")).collect();
+    for transport in ["shm", "tcp"] {
+        let (pair, edge) = (Pair::by(transport), edge());
+        let long = GetOptions::until(Deadline::after(Duration::from_secs(120)));
+        let wait = |key| Box::pin(pair.receiver.get_async(&edge, key, long));
+        let mut gets: Vec<_> = keys.iter().map(|key| wait(key)).collect();
+        let mut context = Context::from_waker(Waker::noop());
+        for get in &mut gets {
+            assert!(get.as_mut().poll(&mut context).is_pending());
+        }
+        eventually("all the waits", || pair.sender.health().offers.parked == keys.len());
+        pair.put("now", b"x");
+        assert_eq!(pair.get("now").unwrap().bytes().unwrap(), b"x");
+        let nothing = pair.receiver.try_get(&edge, "nothing", GetOptions::until(soon())).unwrap();
+        assert!(nothing.is_none());
+        for (get, key) in gets.into_iter().zip(&keys) {
+            pair.put(key, key.as_bytes());
+            assert_eq!(pollster::block_on(get).unwrap().bytes().unwrap(), key.as_bytes());
+        }
+        pair.assert_whole();
+    }
 }
 
 #[test]

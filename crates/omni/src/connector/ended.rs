@@ -50,7 +50,7 @@ impl Inner {
     async fn is_there(&self, get: &Get) -> Result<()> {
         // One that is silent is found to be so after the liveness time.
         let deadline = get.deadline.min(Deadline::after(Duration::from_millis(self.config.liveness_ms) * 2));
-        let reply = get.dialer.request(&get.address, Request::Ping.encode()?, deadline).await;
+        let reply = self.teller.request(&get.address, Request::Ping.encode()?, deadline).await;
         let reply = reply.map_err(|error| match error.kind() {
             // Nobody listens any more.
             ErrorKind::PeerUnreachable => error.context("the producer was closed, or is gone"),

@@ -71,7 +71,9 @@ pub(super) struct Get {
     pub(super) key: String,
     /// The producer's control address.
     pub(super) address: String,
-    /// By which it is asked.
+    /// By which it is asked for the offer, which may take as long as the get waits.
+    pub(super) asker: Dialer,
+    /// By which it is asked to write.
     pub(super) dialer: Dialer,
     pub(super) pull: PullId,
     pub(super) deadline: Deadline,
@@ -158,6 +160,7 @@ impl Inner {
         Ok(Get {
             address: self.may_get(options.source)?,
             key: edge.qualify(key)?,
+            asker: if wait_for_offer { &self.waiting } else { &self.teller }.clone(),
             dialer: self.dialer.clone(),
             pull: self.next_pull(),
             deadline: options.deadline.unwrap_or_else(|| Deadline::after(self.config.get_wait())),
@@ -266,7 +269,7 @@ impl Inner {
             (Want::Read, ..) => {
                 // Heard before the next query, which would find the place taken.
                 let close = closing(&get.pull, Outcome::Failed).encode()?;
-                get.dialer.request_blocking(&get.address, close, self.connect_deadline(get))?;
+                self.teller.request_blocking(&get.address, close, self.connect_deadline(get))?;
                 return Ok(None);
             }
             (Want::Write, ..) => self.pull(get, size, offered, transport),
@@ -337,7 +340,7 @@ impl Inner {
                 want,
             }),
         });
-        let reply = get.dialer.request(&get.address, request.encode()?, self.reply_deadline(get)).await;
+        let reply = get.asker.request(&get.address, request.encode()?, self.reply_deadline(get)).await;
         let reply = reply.inspect_err(|_| self.give_up(get, want))?;
         match QueryReply::decode(&get.key, &reply)? {
             QueryReply::Offer { data_size, offered, .. } => Ok((data_size, offered)),

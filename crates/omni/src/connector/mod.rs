@@ -96,8 +96,11 @@ pub(crate) struct Inner {
     /// Payload bytes outside of the pool.
     sources: Sources,
     plane: ControlPlane,
+    /// For gets that wait for an offer: each takes a connection until it is answered.
+    waiting: Dialer,
+    /// For pulls, which are answered when the bytes are there.
     dialer: Dialer,
-    /// For what must not wait behind gets that wait.
+    /// For what is answered at once, and must wait behind none of these.
     teller: Dialer,
     advertised: Mutex<Option<(String, u16)>>,
     closed: AtomicBool,
@@ -183,6 +186,8 @@ impl ConnectorBuilder {
             engine,
             owns_engine,
             pool,
+            // As many as a producer lets wait, if it is configured as this side is.
+            waiting: plane.dialer_for(config.max_parked_per_consumer as usize),
             dialer: plane.dialer(),
             teller: plane.dialer(),
             plane,

@@ -34,6 +34,8 @@ pub struct Dialer {
 
 struct Shared {
     plane: ControlPlane,
+    /// The most connections to one address.
+    most: usize,
     addresses: Mutex<HashMap<Arc<str>, Address>>,
 }
 
@@ -61,8 +63,8 @@ impl Future for Exchange {
 }
 
 impl Dialer {
-    pub(super) fn new(plane: ControlPlane) -> Self {
-        Self { shared: Arc::new(Shared { plane, addresses: Mutex::default() }) }
+    pub(super) fn new(plane: ControlPlane, most: usize) -> Self {
+        Self { shared: Arc::new(Shared { plane, most, addresses: Mutex::default() }) }
     }
 
     /// Sends `request` to `address` (`host:port`) and resolves to the reply's bytes, on whatever executor. It
@@ -214,7 +216,7 @@ impl Shared {
     async fn link(&self, address: &Arc<str>) -> Result<(Link, OwnedSemaphorePermit)> {
         let permits = {
             let mut addresses = self.addresses();
-            let most = self.plane.inner.limits.max_connections_per_address;
+            let most = self.most;
             if addresses.len() >= MAX_ADDRESSES && !addresses.contains_key(address) {
                 addresses.retain(|_, known| known.permits.available_permits() < most);
             }

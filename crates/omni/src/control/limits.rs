@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use posthorse_core::{Error, Result};
+use rustix::process::{Resource, getrlimit};
 
 use crate::message::MAX_MESSAGE_BYTES;
 
@@ -19,7 +20,7 @@ pub struct ControlLimits {
     pub max_handshakes: usize,
     /// The most requests of one connection that may be unanswered; further ones are refused.
     pub max_outstanding: usize,
-    /// The most connections that a dialer has to one address; further exchanges wait.
+    /// The most connections that a dialer has to one address, unless it was made for more; further exchanges wait.
     pub max_connections_per_address: usize,
     /// How long a connection may take to be made, handshake included.
     pub connect_timeout: Duration,
@@ -49,6 +50,12 @@ impl Default for ControlLimits {
             liveness: Duration::from_secs(3),
         }
     }
+}
+
+/// As many connections as `limit`, but no more than one for every `share` descriptors that the process may have.
+pub(super) fn of_descriptors(limit: usize, share: usize) -> usize {
+    let descriptors = getrlimit(Resource::Nofile).current.map_or(usize::MAX, |most| most as usize);
+    limit.min(descriptors / share).max(1)
 }
 
 impl ControlLimits {

@@ -11,7 +11,6 @@ use std::time::Duration;
 use posthorse_core::{Error, ErrorKind, Result};
 use posthorse_memory::ForkGuard;
 use rustix::io::Errno;
-use rustix::process::{Resource, getrlimit};
 use socket2::{Domain, SockRef, Socket, Type};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -19,6 +18,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, sleep_until, timeout};
 
+use super::limits::of_descriptors;
 use super::link::{Link, Pulse};
 use super::zmtp::{self, SocketType};
 use super::{ControlLimits, ControlPlane, FLUSH, Stay, closed, until};
@@ -148,7 +148,10 @@ impl Drop for Listener {
 pub(super) fn bind(plane: &ControlPlane, address: &str, service: Arc<dyn Service>) -> Result<Listener> {
     let stay = plane.enter()?;
     // Bound here and now, so that a failure is the caller's.
-    let socket = std::net::TcpListener::bind(address).map_err(|error| refused(address, error))?;
+    let socket = std::net::TcpListener::bind(address)
+        // The standard library's queue is short.
+        .and_then(|socket| SockRef::from(&socket).listen(BACKLOG).map(|()| socket))
+        .map_err(|error| refused(address, error))?;
     serve_on(plane, stay, socket, service)
 }
 
@@ -171,9 +174,11 @@ pub(super) fn bind_everywhere(
     serve_on(plane, stay, socket, service)
 }
 
+/// Connections that wait to be accepted before the system drops more: those of all gets of a consumer may come at once.
+const BACKLOG: i32 = 1024;
+
 /// Listens for IPv6 and IPv4 alike, whatever the system's default (`net.ipv6.bindv6only`) is.
 fn bind_dual(address: SocketAddr) -> std::io::Result<std::net::TcpListener> {
-    const BACKLOG: i32 = 1024;
     let socket = Socket::new(Domain::IPV6, Type::STREAM.cloexec(), None)?;
     socket.set_only_v6(false)?;
     // A port whose former owner has gone is free at once; two live owners are still refused.
@@ -209,7 +214,8 @@ fn serve_on(
     };
     let server = Server {
         limits: plane.inner.limits.clone(),
-        places: places(plane.inner.limits.max_connections),
+        // They must leave descriptors to the connections that carry the bytes.
+        places: of_descriptors(plane.inner.limits.max_connections, 2),
         service,
         started: Instant::now(),
         state: Arc::new(State {
@@ -249,12 +255,6 @@ impl Server {
     fn now(&self) -> u64 {
         self.started.elapsed().as_millis() as u64
     }
-}
-
-/// How many connections may have a place: control connections must leave descriptors to those that carry the bytes.
-fn places(limit: usize) -> usize {
-    let descriptors = getrlimit(Resource::Nofile).current.map_or(usize::MAX, |most| most as usize);
-    limit.min(descriptors / 2).max(1)
 }
 
 /// How a connection stands, as its own task says.

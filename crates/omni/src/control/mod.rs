@@ -129,7 +129,13 @@ impl ControlPlane {
 
     /// A dialer with its own cache of connections; clones of it share that.
     pub fn dialer(&self) -> Dialer {
-        Dialer::new(self.clone())
+        Dialer::new(self.clone(), self.inner.limits.max_connections_per_address)
+    }
+
+    /// A dialer for exchanges that last: as many with one address at a time, but for no more than every fourth descriptor
+    /// that the process may have.
+    pub(crate) fn dialer_for(&self, exchanges: usize) -> Dialer {
+        Dialer::new(self.clone(), limits::of_descriptors(exchanges, 4))
     }
 
     /// Runs a future on the control plane's thread, which it must not hold up. After a close it is dropped.

@@ -343,6 +343,7 @@ async fn get(inner: &Arc<Inner>, incoming: &Incoming, number: u64) -> Item<Recei
     let get = Get {
         key,
         address: incoming.address.clone(),
+        asker: incoming.dialer.clone(),
         dialer: incoming.dialer.clone(),
         pull: inner.next_pull(),
         // The reader's waits have theirs; this one ends with the stream.
