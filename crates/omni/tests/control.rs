@@ -387,6 +387,51 @@ fn hostile_listeners_are_harmless() {
     plane.close(SOON.into()).unwrap();
 }
 
+/// Reads one message of a REQ: an empty frame, then a short one.
+fn read_request(stream: &mut TcpStream) {
+    let mut head = [0; 4];
+    stream.read_exact(&mut head).unwrap();
+    assert_eq!(head[..3], [1, 0, 0]);
+    stream.read_exact(&mut vec![0; head[3].into()]).unwrap();
+}
+
+#[test]
+fn a_request_whose_kept_connection_ends_without_a_word_is_sent_once_more() {
+    const INFO_NOT_FOUND: &[u8] = b"\x01\0\0\x0einfo_not_found";
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let producer = thread::spawn(move || {
+        let accept = || {
+            let mut stream = listener.accept().unwrap().0;
+            raw(&mut stream, "ROUTER");
+            read_request(&mut stream);
+            stream
+        };
+        let mut kept = accept();
+        kept.write_all(INFO_NOT_FOUND).unwrap();
+        // It ends as an idle one, just as it is used.
+        read_request(&mut kept);
+        drop(kept);
+        let mut kept = accept();
+        kept.write_all(INFO_NOT_FOUND).unwrap();
+        read_request(&mut kept);
+        drop(kept);
+        // A new connection that ends so is no idle one.
+        drop(accept());
+    });
+    let plane =
+        ControlPlane::start(ControlLimits { liveness: 3 * SOON, ..ControlLimits::default() }).unwrap();
+    let dialer = plane.dialer();
+    for _ in 0..2 {
+        let reply = dialer.request_blocking(&address, query("k"), SOON.into()).unwrap();
+        assert_eq!(QueryReply::decode("k", &reply).unwrap(), QueryReply::NotFound);
+    }
+    let error = dialer.request_blocking(&address, query("k"), SOON.into()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::PeerGone, "{error}");
+    producer.join().unwrap();
+    plane.close(SOON.into()).unwrap();
+}
+
 #[test]
 fn a_restarted_producer_is_reached_again() {
     let dialling = ControlPlane::start(ControlLimits::default()).unwrap();

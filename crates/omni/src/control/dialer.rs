@@ -18,7 +18,7 @@ use tokio::time::{Instant, sleep_until, timeout_at};
 
 use super::link::{Link, Pulse};
 use super::zmtp::SocketType;
-use super::{ControlPlane, Stay, Task, closed, until};
+use super::{ControlLimits, ControlPlane, Stay, Task, closed, until};
 
 /// Addresses with kept connections beyond which those without any in use are forgotten.
 const MAX_ADDRESSES: usize = 1024;
@@ -68,7 +68,8 @@ impl Dialer {
     }
 
     /// Sends `request` to `address` (`host:port`) and resolves to the reply's bytes, on whatever executor. It
-    /// begins at once, whether it is polled or not.
+    /// begins at once, whether it is polled or not. It is sent once more over a new connection when a kept one ends
+    /// without a word: each request is such as may be repeated.
     ///
     /// # Errors
     /// Of the exchange, each with the address as its peer: `PeerUnreachable` when no connection can be made, at
@@ -163,23 +164,32 @@ async fn exchange(
     let limits = &shared.plane.inner.limits;
     let connected = AtomicBool::new(false);
     let work = async {
-        let (mut link, permit) = shared.link(address).await?;
-        connected.store(true, Ordering::Relaxed);
-        link.send(request, limits.send_timeout).await?;
-        link.expect();
-        let mut due = Instant::now() + limits.liveness / 3;
-        let reply = loop {
-            tokio::select! {
-                reply = link.message() => break reply?,
-                () = sleep_until(due) => match link.check(limits.liveness)? {
-                    Pulse::Quiet(until) => due = until,
-                    Pulse::Gone => return Err(silent(limits.liveness)),
-                },
+        let _permit = shared.permit(address).await?;
+        let mut lost = None;
+        if let Some(mut link) = shared.fresh(address) {
+            connected.store(true, Ordering::Relaxed);
+            let (read, begun) = (link.read(), Instant::now());
+            match ask(&mut link, request, limits).await {
+                // The listener may have ended it as one that is idle, before it saw the request: then it shows at once.
+                Err(error)
+                    if error.kind() == ErrorKind::PeerGone
+                        && link.read() == read
+                        && begun.elapsed() < limits.liveness / 3 =>
+                {
+                    lost = Some(error);
+                }
+                reply => {
+                    let reply = reply?;
+                    shared.keep(address, link);
+                    return Ok(reply);
+                }
             }
-        };
+        }
+        let mut link = shared.connect(address).await.map_err(|error| lost.unwrap_or(error))?;
+        connected.store(true, Ordering::Relaxed);
+        let reply = ask(&mut link, request, limits).await?;
         shared.keep(address, link);
-        drop(permit);
-        Ok(reply.to_vec())
+        Ok(reply)
     };
     let bounded = async {
         match deadline.instant() {
@@ -199,6 +209,22 @@ async fn exchange(
     }
 }
 
+/// Sends a request and waits for the reply, or until the peer is found to be gone.
+async fn ask(link: &mut Link, request: &[u8], limits: &ControlLimits) -> Result<Vec<u8>> {
+    link.send(request, limits.send_timeout).await?;
+    link.expect();
+    let mut due = Instant::now() + limits.liveness / 3;
+    loop {
+        tokio::select! {
+            reply = link.message() => return Ok(reply?.to_vec()),
+            () = sleep_until(due) => match link.check(limits.liveness)? {
+                Pulse::Quiet(until) => due = until,
+                Pulse::Gone => return Err(silent(limits.liveness)),
+            },
+        }
+    }
+}
+
 pub(super) fn silent(liveness: Duration) -> Error {
     Error::new(
         ErrorKind::PeerGone,
@@ -212,8 +238,8 @@ impl Shared {
         self.addresses.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A connection to `address`: a kept one that is still good, or a new one.
-    async fn link(&self, address: &Arc<str>) -> Result<(Link, OwnedSemaphorePermit)> {
+    /// Leave to have a connection to `address`.
+    async fn permit(&self, address: &Arc<str>) -> Result<OwnedSemaphorePermit> {
         let permits = {
             let mut addresses = self.addresses();
             let most = self.most;
@@ -225,13 +251,17 @@ impl Shared {
                 .or_insert_with(|| Address { permits: Arc::new(Semaphore::new(most)), idle: Vec::new() });
             Arc::clone(&known.permits)
         };
-        let permit = permits.acquire_owned().await.map_err(|_| closed())?;
-        while let Some(link) = self.kept(address) {
+        permits.acquire_owned().await.map_err(|_| closed())
+    }
+
+    /// A kept connection to `address` that is still good.
+    fn fresh(&self, address: &Arc<str>) -> Option<Link> {
+        loop {
+            let link = self.kept(address)?;
             if link.is_fresh() {
-                return Ok((link, permit));
+                return Some(link);
             }
         }
-        Ok((self.connect(address).await?, permit))
     }
 
     fn kept(&self, address: &Arc<str>) -> Option<Link> {

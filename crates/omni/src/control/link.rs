@@ -18,6 +18,8 @@ pub(super) struct Link {
     stream: TcpStream,
     decoder: Decoder,
     heard: Instant,
+    /// Bytes read so far.
+    read: u64,
     pinged: bool,
 }
 
@@ -43,8 +45,13 @@ impl Link {
         within: Duration,
     ) -> Result<Self> {
         let _ = stream.set_nodelay(true);
-        let mut link =
-            Self { stream, decoder: Decoder::new(own, max_message), heard: Instant::now(), pinged: false };
+        let mut link = Self {
+            stream,
+            decoder: Decoder::new(own, max_message),
+            heard: Instant::now(),
+            read: 0,
+            pinged: false,
+        };
         let handshake = async {
             let opening = [&zmtp::greeting()[..], &zmtp::ready(own)].concat();
             link.stream.write_all(&opening).await.map_err(|e| gone(&e))?;
@@ -95,6 +102,11 @@ impl Link {
         self.heard
     }
 
+    /// How many bytes the peer has sent so far.
+    pub(super) const fn read(&self) -> u64 {
+        self.read
+    }
+
     /// Begins a wait for the peer: its silence counts from now.
     pub(super) fn expect(&mut self) {
         self.heard = Instant::now();
@@ -134,7 +146,10 @@ impl Link {
             }
             match self.stream.read_buf(&mut self.decoder.input).await {
                 Ok(0) => return Err(Error::new(ErrorKind::PeerGone, "the peer closed the connection")),
-                Ok(_) => self.expect(),
+                Ok(len) => {
+                    self.read += len as u64;
+                    self.expect();
+                }
                 Err(error) => return Err(gone(&error)),
             }
         }
