@@ -172,8 +172,8 @@ fn come_with(config: &EngineConfig) -> Result<Vec<Arc<dyn Transport>>> {
         transports.push(Arc::new(posthorse_shm::ShmTransport::new(shm.clone())?));
     }
     #[cfg(feature = "tcp")]
-    if let Some(tcp) = &config.tcp {
-        transports.push(Arc::new(posthorse_tcp::TcpTransport::new(tcp.clone())?));
+    if let Some(tcp) = config.tcp() {
+        transports.push(Arc::new(posthorse_tcp::TcpTransport::new(tcp)?));
     }
     let _ = config;
     Ok(transports)

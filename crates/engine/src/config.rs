@@ -42,7 +42,8 @@ pub struct EngineConfig {
     /// What the application wants all peers to agree on, such as a hash of model and layout. A side without one agrees
     /// with every other.
     pub fingerprint: Option<String>,
-    /// The host that peers are told, as the first half of this engine's name; empty finds one that is routable.
+    /// The host that peers are told, as the first half of this engine's name, and as that of the transport `tcp`, unless
+    /// it has keys of its own for that; empty finds one that is routable.
     pub advertise: String,
     /// The handshake, where peers ask for what this engine publishes.
     pub handshake: HandshakeConfig,
@@ -276,6 +277,27 @@ impl EngineConfig {
         Err(Error::new(ErrorKind::Unsupported, message))
     }
 
+    /// Has the handshake, and the transports that use the network, listen on this address of the host alone.
+    #[must_use]
+    pub fn bind(mut self, address: IpAddr) -> Self {
+        self.handshake.bind = vec![address];
+        #[cfg(feature = "tcp")]
+        if let Some(tcp) = &mut self.tcp {
+            tcp.bind = vec![address];
+        }
+        self
+    }
+
+    /// The transport `tcp`'s: peers are told the engine's host, where it has nothing of its own to tell them.
+    #[cfg(feature = "tcp")]
+    pub(crate) fn tcp(&self) -> Option<posthorse_tcp::TcpConfig> {
+        let mut tcp = self.tcp.clone()?;
+        if tcp.advertise.is_empty() && tcp.advertise_networks.is_empty() && tcp.interfaces.is_empty() {
+            tcp.advertise.clone_from(&self.advertise);
+        }
+        Some(tcp)
+    }
+
     /// The variables of the environment that override a key of the engine, the handshake or a transport.
     ///
     /// # Errors
@@ -408,6 +430,33 @@ mod tests {
         let error = without.interfaces(names).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Unsupported);
         assert!(error.message().contains("\"lo\""), "{error}");
+    }
+
+    #[test]
+    #[cfg(feature = "tcp")]
+    fn tcp_advertises_what_the_engine_does_unless_it_is_told_otherwise() {
+        use posthorse_tcp::TcpConfig;
+        let told = |tcp| {
+            let config = EngineConfig { advertise: "node-3".into(), tcp: Some(tcp), ..Default::default() };
+            config.tcp().unwrap().advertise
+        };
+        assert_eq!(told(TcpConfig::default()), "node-3");
+        assert_eq!(told(TcpConfig { advertise: "10.0.0.1".into(), ..Default::default() }), "10.0.0.1");
+        assert_eq!(
+            told(TcpConfig { advertise_networks: vec!["10.0.0.0/8".into()], ..Default::default() }),
+            ""
+        );
+        assert_eq!(told(TcpConfig { interfaces: vec!["eth1".into()], ..Default::default() }), "");
+        assert!(EngineConfig { tcp: None, ..Default::default() }.tcp().is_none());
+    }
+
+    #[test]
+    fn one_address_binds_all_that_listens() {
+        let address = IpAddr::V4(Ipv4Addr::LOCALHOST);
+        let config = EngineConfig::default().bind(address);
+        assert_eq!(config.handshake.bind, [address]);
+        #[cfg(feature = "tcp")]
+        assert_eq!(config.tcp.unwrap().bind, [address]);
     }
 
     #[test]

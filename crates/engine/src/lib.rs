@@ -77,3 +77,5 @@ pub use memory::{Grant, RegisteredMemory};
 pub use peer::Segment;
 #[cfg(not(loom))]
 pub use plan::Plan;
+#[doc(no_inline)]
+pub use posthorse_segment::descriptors;

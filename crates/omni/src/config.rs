@@ -5,6 +5,7 @@
 //! value and what is accepted.
 
 use std::fmt;
+use std::net::IpAddr;
 use std::time::Duration;
 
 use posthorse_core::{Checksum, Error, ErrorKind, Result};
@@ -127,7 +128,8 @@ macro_rules! config {
 config! {
     /// What the connector does. Pipelines inject it; it need not be written.
     role: Role = Role::Both, "sender, receiver, both";
-    /// The address to bind; `auto` binds all interfaces, and advertises a routable one.
+    /// The address to bind; `auto` binds all interfaces, and advertises a routable one. An IP address is the only one that the
+    /// connector's engine listens on, too; a host name is the control port's alone.
     host: String = "auto".to_owned(), "a host name or address, or auto";
     /// The address that peers are told, where it differs from the one that is bound.
     advertise_host: Option<String> = None, "a host name or address";
@@ -259,7 +261,12 @@ impl ConnectorConfig {
             advertise: self.advertise_host.clone().unwrap_or_default(),
             ..EngineConfig::default()
         };
-        let config = config.liveness_ms(self.liveness_ms);
+        let mut config = config.liveness_ms(self.liveness_ms);
+        if let Ok(address) = self.host.trim_matches(['[', ']']).parse::<IpAddr>()
+            && !address.is_unspecified()
+        {
+            config = config.bind(address);
+        }
         let devices: Vec<String> = self.devices().map(str::to_owned).collect();
         if devices.is_empty() {
             return Ok(config);
@@ -438,6 +445,26 @@ mod tests {
         assert_eq!((config.role, config.ttl()), (Role::Both, Some(Duration::from_secs(60))));
         assert_eq!(config.bind_address().unwrap(), "10.0.0.1:0");
         assert_eq!(config.sender_address().unwrap(), "[fe80::1]:50151");
+    }
+
+    #[test]
+    fn an_address_binds_the_engine_too_and_what_is_advertised_reaches_it() {
+        let engine = |config| read(config).unwrap().engine_config().unwrap();
+        for (host, bound) in [("10.0.0.1", "10.0.0.1"), ("[fe80::1]", "fe80::1")] {
+            assert_eq!(
+                engine(json!({"host": host})).handshake.bind,
+                [bound.parse::<IpAddr>().unwrap()],
+                "{host}"
+            );
+        }
+        for host in ["auto", "0.0.0.0", "::", "node-3"] {
+            assert_eq!(
+                engine(json!({"host": host})).handshake.bind,
+                EngineConfig::default().handshake.bind,
+                "{host}"
+            );
+        }
+        assert_eq!(engine(json!({"advertise_host": "10.8.0.1"})).advertise, "10.8.0.1");
     }
 
     #[test]

@@ -5,6 +5,7 @@ mod address;
 pub mod advertise;
 mod cache;
 pub mod descriptor;
+pub mod descriptors;
 mod directory;
 pub mod frame;
 #[cfg(any(test, feature = "fuzzing"))]

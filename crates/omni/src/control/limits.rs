@@ -3,7 +3,6 @@
 use std::time::Duration;
 
 use posthorse_core::{Error, Result};
-use rustix::process::{Resource, getrlimit};
 
 use crate::message::MAX_MESSAGE_BYTES;
 
@@ -50,12 +49,6 @@ impl Default for ControlLimits {
             liveness: Duration::from_secs(3),
         }
     }
-}
-
-/// As many connections as `limit`, but no more than one for every `share` descriptors that the process may have.
-pub(super) fn of_descriptors(limit: usize, share: usize) -> usize {
-    let descriptors = getrlimit(Resource::Nofile).current.map_or(usize::MAX, |most| most as usize);
-    limit.min(descriptors / share).max(1)
 }
 
 impl ControlLimits {

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use posthorse_core::{Error, ErrorKind, Result};
+use posthorse_engine::descriptors;
 use posthorse_memory::ForkGuard;
 use rustix::io::Errno;
 use socket2::{Domain, SockRef, Socket, Type};
@@ -18,7 +19,6 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, sleep_until, timeout};
 
-use super::limits::of_descriptors;
 use super::link::{Link, Pulse};
 use super::zmtp::{self, SocketType};
 use super::{ControlLimits, ControlPlane, FLUSH, Stay, closed, until};
@@ -214,8 +214,7 @@ fn serve_on(
     };
     let server = Server {
         limits: plane.inner.limits.clone(),
-        // They must leave descriptors to the connections that carry the bytes.
-        places: of_descriptors(plane.inner.limits.max_connections, 2),
+        places: descriptors::connections(plane.inner.limits.max_connections, 2),
         service,
         started: Instant::now(),
         state: Arc::new(State {

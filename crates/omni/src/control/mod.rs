@@ -32,6 +32,7 @@ use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
 use posthorse_core::{AtWork, Deadline, Error, ErrorKind, Result};
+use posthorse_engine::descriptors;
 use posthorse_memory::ForkGuard;
 use tokio::runtime::{Builder, Handle};
 use tokio::sync::{mpsc, watch};
@@ -135,7 +136,7 @@ impl ControlPlane {
     /// A dialer for exchanges that last: as many with one address at a time, but for no more than every fourth descriptor
     /// that the process may have.
     pub(crate) fn dialer_for(&self, exchanges: usize) -> Dialer {
-        Dialer::new(self.clone(), limits::of_descriptors(exchanges, 4))
+        Dialer::new(self.clone(), descriptors::connections(exchanges, 2))
     }
 
     /// Runs a future on the control plane's thread, which it must not hold up. After a close it is dropped.

@@ -9,6 +9,7 @@ use tokio::sync::Semaphore;
 
 use super::config::HandshakeConfig;
 use super::message::{Greeting, NO_CONNECTION};
+use crate::descriptors;
 
 /// Who this process is.
 #[derive(Debug, Clone)]
@@ -62,7 +63,7 @@ impl Local {
             events,
             handler_slots: Arc::new(Semaphore::new(config.handlers)),
             queue_bytes: Arc::new(Semaphore::new(config.queue_bytes)),
-            control_slots: Arc::new(Semaphore::new(config.control_connections)),
+            control_slots: Arc::new(Semaphore::new(descriptors::connections(config.control_connections, 1))),
             descriptor: RwLock::default(),
             handlers: RwLock::default(),
             config,

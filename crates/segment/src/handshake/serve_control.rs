@@ -32,8 +32,9 @@ pub(crate) async fn serve(
     };
     drop(first);
     let slot = local.control_slots.clone().try_acquire_owned().map_err(|_| {
-        let limit = local.config.control_connections;
-        Error::new(ErrorKind::LimitReached, format!("the peer serves {limit} control connections already"))
+        let text =
+            "the peer serves as many control connections as it may (control_connections, ulimit -n) already";
+        Error::new(ErrorKind::LimitReached, text)
     });
     let admitted = local.greeting.hello.agree(&peer.hello).and(slot);
     let (answer, slot) = match admitted {

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use posthorse_core::{Error, ErrorKind, Result, TransportContext, spin};
+use posthorse_segment::descriptors;
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::event::{EventfdFlags, Timespec, eventfd};
 
@@ -32,6 +33,8 @@ const MIN_GREETINGS: usize = 256;
 const MAX_REMEMBERED: usize = 4096;
 /// How many connections are accepted in one go.
 const ACCEPTS: usize = 64;
+/// How long after the system had no descriptor left those who are silent make room.
+const EXHAUSTED: Duration = Duration::from_secs(1);
 
 /// What a reactor is told from outside.
 #[derive(Debug)]
@@ -133,6 +136,10 @@ pub(crate) struct Shared {
     connections: Arc<AtomicUsize>,
     /// How many of them were greetings at the last tick.
     greetings: AtomicUsize,
+    /// How many there may be.
+    limit: usize,
+    /// When the system had no descriptor for one more.
+    exhausted: Mutex<Option<Instant>>,
 }
 
 impl Shared {
@@ -140,7 +147,14 @@ impl Shared {
         // Keys below belong to the wake-up and the listeners.
         let next_key = AtomicU64::new(1 << 16);
         let connections = Arc::new(AtomicUsize::new(0));
-        Self { context, config, handles, next_key, connections, greetings: AtomicUsize::new(0) }
+        let limit = descriptors::connections(config.max_connections, 3);
+        let (greetings, exhausted) = (AtomicUsize::new(0), Mutex::default());
+        Self { context, config, handles, next_key, connections, greetings, limit, exhausted }
+    }
+
+    /// Whether there is no room for one more peer, but for those that make it.
+    fn is_short(&self) -> bool {
+        self.known() >= self.limit || self.exhausted.lock().is_some_and(|at| at.elapsed() < EXHAUSTED)
     }
 
     /// How many connections are not greetings: these make room for others whenever it is wanted.
@@ -342,6 +356,7 @@ impl Reactor {
                         continue;
                     }
                     tracing::warn!(%error, "accepting a connection; trying again later");
+                    *self.shared.exhausted.lock() = Some(Instant::now());
                     return self.stop_listening();
                 }
             }
@@ -349,7 +364,7 @@ impl Reactor {
     }
 
     fn welcome(&mut self, mut socket: Watched<TcpStream>) {
-        let limit = self.shared.config.max_connections;
+        let limit = self.shared.limit;
         // Whoever opens connections and says nothing pushes out its own kind, not those who are known.
         let most = MIN_GREETINGS.max(limit / 2);
         if self.greetings.len() >= most {
@@ -486,7 +501,7 @@ impl Reactor {
             self.shared.greetings.store(self.greetings.len(), Ordering::Relaxed);
         }
         let config = &self.shared.config;
-        let short = self.shared.known() >= config.max_connections;
+        let short = self.shared.is_short();
         let judged: Vec<(u64, Error)> = self
             .served
             .iter_mut()
@@ -511,7 +526,9 @@ impl Reactor {
 }
 
 fn too_many(limit: usize) -> Error {
-    let text = format!("{limit} connections are open; accepted: max_connections");
+    let text = format!(
+        "{limit} connections are open; accepted: max_connections, if descriptors suffice (ulimit -n)"
+    );
     Error::new(ErrorKind::LimitReached, text)
 }
 

@@ -14,7 +14,7 @@ pub(crate) fn opening(lane: u16) -> Vec<u8> {
     claiming(lane, 600)
 }
 
-fn claiming(lane: u16, liveness_ms: u64) -> Vec<u8> {
+pub(crate) fn claiming(lane: u16, liveness_ms: u64) -> Vec<u8> {
     let body = serde_json::json!({
         "hello": Hello::new(Features::NONE, None), "name": "hostile:1", "session": [1, 2], "lane": lane,
         "class": "bulk", "liveness_ms": liveness_ms,

@@ -1,13 +1,15 @@
 //! Two processes: one of them dies, or stops.
 
 use std::io::{BufRead, BufReader, Write};
+use std::net::TcpStream;
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use posthorse_core::*;
 use posthorse_tcp::TcpConfig;
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process, setrlimit};
 
+use crate::hostile::claiming;
 use crate::support::*;
 
 const ROLE: &str = "POSTHORSE_TCP_TEST_PEER";
@@ -16,10 +18,14 @@ const LEN: usize = 64 << 20;
 /// Not a test: what the other process runs. It publishes memory, says where, and serves until its input ends.
 #[test]
 fn peer_main() {
-    if std::env::var_os(ROLE).is_none() {
-        return;
+    let Ok(descriptors) = std::env::var(ROLE) else { return };
+    let mut config = local();
+    if let Ok(few) = descriptors.parse() {
+        let maximum = getrlimit(Resource::Nofile).maximum;
+        setrlimit(Resource::Nofile, Rlimit { current: Some(few), maximum }).unwrap();
+        config.liveness_ms = 400;
     }
-    let node = Node::new("peer:1");
+    let node = Node::with("peer:1", config, Hello::new(Features::NONE, None));
     let memory = Memory::patterned(LEN, 7);
     let (_, token) = node.publish(memory, Access::ReadWrite);
     println!(
@@ -51,9 +57,14 @@ struct Peer {
 
 impl Peer {
     fn spawn() -> Self {
+        Self::spawn_with("as many descriptors as there are")
+    }
+
+    /// `descriptors`: how many it may have, if that is a number.
+    fn spawn_with(descriptors: &str) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "peers::peer_main", "--nocapture"])
-            .env(ROLE, "1")
+            .env(ROLE, descriptors)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -141,4 +152,28 @@ fn a_stopped_peer_is_gone_after_the_liveness_time_and_comes_back() {
     peer.signal(Signal::CONT);
     let path = here.connect(&peer.desc);
     here.transfer(path, write(source.part(0, LEN), peer.address, peer.token)).unwrap();
+}
+
+#[test]
+fn silent_connections_do_not_take_the_last_descriptor() {
+    const DESCRIPTORS: u16 = 128;
+    let peer = Peer::spawn_with(&DESCRIPTORS.to_string());
+    let port = peer.desc.transports["tcp"]["port"].as_u64().unwrap() as u16;
+    let silent: Vec<_> = (0..2 * DESCRIPTORS)
+        .map(|lane| {
+            let mut socket = TcpStream::connect(("127.0.0.1", port)).unwrap();
+            // One that is refused may be closed already.
+            let _ = socket.write_all(&claiming(lane, 3_600_000));
+            socket
+        })
+        .collect();
+    let open = std::fs::read_dir(format!("/proc/{}/fd", peer.child.id())).unwrap().count();
+    assert!(open < usize::from(DESCRIPTORS) / 8 * 6, "{open} descriptors are taken");
+    let node = Node::new("here:1");
+    let until = Instant::now() + PATIENCE;
+    while let Err(error) = node.transport.connect(&peer.desc, Deadline::after(PATIENCE)) {
+        assert_eq!(error.kind(), ErrorKind::LimitReached, "{error}");
+        assert!(Instant::now() < until, "{error}");
+    }
+    drop(silent);
 }
