@@ -144,6 +144,7 @@ impl Batch {
         options: SubmitOptions,
     ) -> Result<TaskId> {
         let plan = Plan::new(&self.engine, requests)?;
+        self.engine.check_opened(&peer.peer)?;
         let submission = self.engine.post(&self.core, plan.work(), options, Some((peer, data)))?;
         Ok(self.note(submission))
     }
@@ -151,8 +152,10 @@ impl Batch {
     /// Submits a plan's requests once more.
     ///
     /// # Errors
-    /// `NotRegistered` when a region of the plan is registered no more; `QueueFull` as [`Batch::submit`].
+    /// `NotRegistered` when a region of the plan is registered no more; `InvalidArgument` for a plan of another engine;
+    /// `QueueFull` as [`Batch::submit`].
     pub fn post(&mut self, plan: &Plan, options: SubmitOptions) -> Result<TaskId> {
+        plan.work().peers.iter().try_for_each(|peer| self.engine.check_opened(peer))?;
         let submission = self.engine.post(&self.core, plan.work(), options, None)?;
         Ok(self.note(submission))
     }

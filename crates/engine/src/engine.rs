@@ -22,7 +22,7 @@ use crate::inbox::{Inbox, Notification};
 use crate::lease::LeasedMemory;
 use crate::memory::{RegisteredMemory, Withheld};
 use crate::path::{Paths, Run};
-use crate::peer::{Decision, How, Segment};
+use crate::peer::{Decision, How, Peer, Segment};
 use crate::peers::Peers;
 use crate::plan::Plan;
 use crate::regions::Regions;
@@ -513,6 +513,18 @@ impl Inner {
     }
 
     /// Submits work to a batch.
+    /// Checks that a peer was opened by this engine, or is closed anyhow.
+    pub(crate) fn check_opened(&self, peer: &Arc<Peer>) -> Result<()> {
+        if peer.ended().is_some() || self.peers.contains(peer) {
+            return Ok(());
+        }
+        Err(Error::invalid_argument(
+            "the segment",
+            format_args!("{} of another engine", peer.name),
+            "one that this engine opened",
+        ))
+    }
+
     pub(crate) fn post(
         self: &Arc<Self>,
         batch: &Arc<BatchCore>,

@@ -55,7 +55,8 @@ impl RegisteredMemory {
 
     /// The local end of a request, `offset` bytes from the start.
     pub const fn at(&self, offset: u64) -> LocalRange {
-        // SAFETY: whoever made the region sees to it that safe code has no references into it.
+        // SAFETY: whoever made the region sees to it that safe code has no references into it. No other engine has a region
+        // of this number.
         unsafe { LocalRange::new(self.region.id, offset) }
     }
 

@@ -1,12 +1,16 @@
 //! The peers that are open, by number and by name.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use parking_lot::RwLock;
 use posthorse_core::SegmentId;
 
 use crate::peer::Peer;
+
+/// The segment that was numbered last. One engine's number means nothing to another.
+static LAST: AtomicU64 = AtomicU64::new(SegmentId::LOCAL.0);
 
 #[derive(Debug, Default)]
 pub(crate) struct Peers {
@@ -15,7 +19,6 @@ pub(crate) struct Peers {
 
 #[derive(Debug, Default)]
 struct Known {
-    last: u64,
     by_id: HashMap<SegmentId, Arc<Peer>>,
     /// Lives that are over, for as long as somebody holds their segment: requests against them are told why.
     over: HashMap<SegmentId, Weak<Peer>>,
@@ -53,8 +56,7 @@ impl Peers {
             known.over.retain(|_, peer| peer.strong_count() > 0);
             known.over.insert(there.id, Arc::downgrade(there));
         }
-        known.last += 1;
-        let id = SegmentId(known.last);
+        let id = SegmentId(LAST.fetch_add(1, Ordering::Relaxed) + 1);
         let peer = Arc::new(make(id));
         known.by_id.insert(id, Arc::clone(&peer));
         known.by_name.insert(name.to_owned(), id);
@@ -73,6 +75,11 @@ impl Peers {
             known.by_name.remove(&peer.name);
         }
         Some(peer)
+    }
+
+    /// Whether it was opened here.
+    pub(crate) fn contains(&self, peer: &Arc<Peer>) -> bool {
+        self.by_id(peer.id).is_some_and(|known| Arc::ptr_eq(&known, peer))
     }
 
     pub(crate) fn all(&self) -> Vec<Arc<Peer>> {

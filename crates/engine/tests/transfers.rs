@@ -78,6 +78,24 @@ fn an_empty_request_and_an_empty_batch_are_done_at_once() {
 }
 
 #[test]
+fn what_is_of_another_engine_is_refused() {
+    let (pair, other) = (Pair::new(4096), Pair::new(4096));
+    let mut batch = other.a.batch();
+    // Its local memory, its peer, both.
+    let local = TransferRequest { local: pair.write(0, 1).local, ..other.write(0, 1) };
+    assert_eq!(batch.submit(&[local], OPTIONS).unwrap_err().kind(), ErrorKind::NotRegistered);
+    let remote = TransferRequest { remote: pair.write(0, 1).remote, ..other.write(0, 1) };
+    assert_eq!(batch.submit(&[remote], OPTIONS).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    let plan = pair.a.plan(&[pair.write(0, 1)]).unwrap();
+    let notice = batch.submit_with_notice(&[], &pair.to_b, b"hi", OPTIONS).unwrap_err();
+    for error in [batch.post(&plan, OPTIONS).unwrap_err(), notice] {
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        assert!(error.to_string().contains("another engine"), "{error}");
+    }
+    assert!(batch.is_empty());
+}
+
+#[test]
 fn a_plan_is_posted_many_times() {
     let pair = Pair::new(1 << 16);
     let plan = pair.a.plan(&[pair.write(0, 1 << 15), pair.write(1 << 15, 1 << 15)]).unwrap();

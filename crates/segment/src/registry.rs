@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 
 use crossbeam_utils::sync::{ShardedLock, ShardedLockReadGuard, ShardedLockWriteGuard};
@@ -11,6 +12,10 @@ use posthorse_core::{
 };
 
 use crate::grants::{GrantEntry, GrantTable, denied, outside};
+
+/// The region that was registered last. One registry's number means nothing to another, so that nobody reaches other memory
+/// than he was given by handing it to the wrong engine.
+static LAST: AtomicU64 = AtomicU64::new(0);
 
 /// How much a [`Registry`] holds at the most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,8 +58,6 @@ pub struct Registry {
 
 #[derive(Default)]
 struct Tables {
-    /// The number of the latest region.
-    last: u64,
     regions: HashMap<RegionId, RegionEntry>,
     /// By first address; no two overlap.
     by_address: BTreeMap<u64, RegionId>,
@@ -132,7 +135,7 @@ impl Registry {
                 ),
             ));
         }
-        let id = RegionId(tables.last + 1);
+        let id = RegionId(LAST.fetch_add(1, Ordering::Relaxed) + 1);
         let standing = match standing {
             None => None,
             Some((usage, secret)) => {
@@ -141,7 +144,6 @@ impl Registry {
                 Some(tables.insert_grant(grant, self.limits.grants)?)
             }
         };
-        tables.last = id.0;
         let registered = RegisteredRegion { id, region, access };
         tables.by_address.insert(address, id);
         tables.regions.insert(
