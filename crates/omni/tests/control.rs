@@ -531,6 +531,34 @@ fn send(stream: &mut TcpStream, request: &Request) {
 }
 
 #[test]
+fn unfinished_messages_share_a_bound_and_hold_up_no_other() {
+    const LONGEST: usize = 64 << 10;
+    let limits =
+        ControlLimits { max_message_bytes: LONGEST, max_partial_bytes: LONGEST, ..ControlLimits::default() };
+    let (plane, listener, _) = serve(limits);
+    let mut begun = [(); 2].map(|()| {
+        let mut stream = TcpStream::connect(listener.local_address()).unwrap();
+        raw(&mut stream, "REQ");
+        let header = [&[2][..], &(LONGEST as u64).to_be_bytes()].concat();
+        stream.write_all(&[&header[..], &[0; LONGEST * 2 / 3]].concat()).unwrap();
+        stream.set_nonblocking(true).unwrap();
+        stream
+    });
+    let is_open = |stream: &mut TcpStream| match stream.read(&mut [0]) {
+        Err(error) => error.kind() == std::io::ErrorKind::WouldBlock,
+        Ok(read) => read > 0,
+    };
+    let until = Instant::now() + SOON;
+    while begun.iter_mut().all(is_open) {
+        assert!(Instant::now() < until, "both are held");
+    }
+    let address = listener.local_address().to_string();
+    plane.dialer().request_blocking(&address, query("k"), SOON.into()).unwrap();
+    assert!(begun.iter_mut().any(is_open), "one of them has its room");
+    plane.close(SOON.into()).unwrap();
+}
+
+#[test]
 fn connections_that_never_ask_give_way_and_who_finds_no_room_is_told() {
     let limits = ControlLimits { max_connections: 3, ..ControlLimits::default() };
     let (plane, listener, service) = serve(limits);

@@ -310,7 +310,7 @@ impl Shared {
         };
         let stream = timeout_at(end, connecting).await.unwrap_or_else(|_| Err(unreachable(&in_time)))?;
         let left = end.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-        Link::open(stream, SocketType::Req, limits.max_message_bytes, left).await.map_err(|error| {
+        Link::open(stream, SocketType::Req, limits.max_message_bytes, left, None).await.map_err(|error| {
             match error.kind() {
                 // It took the connection, and is no such socket or is stopped.
                 ErrorKind::DeadlineExceeded => unreachable(&error.message()),

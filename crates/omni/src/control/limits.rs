@@ -11,7 +11,10 @@ use crate::message::MAX_MESSAGE_BYTES;
 pub struct ControlLimits {
     /// The longest message read from a peer, in bytes.
     pub max_message_bytes: usize,
-    /// The most connections that a listener serves, and at most one for every two descriptors that the process may have.
+    /// How many bytes of messages that are not complete a listener holds of all its peers together, and at least one
+    /// message's. Who sends more of a long one meanwhile loses its connection.
+    pub max_partial_bytes: usize,
+    /// The most connections that a listener serves, and at most one for every four descriptors that the process may have.
     /// For a further one, the oldest that has never asked anything makes room, else the one that has been idle longest,
     /// past the liveness time; without any, it is refused with `LimitReached`.
     pub max_connections: usize,
@@ -38,6 +41,7 @@ impl Default for ControlLimits {
     fn default() -> Self {
         Self {
             max_message_bytes: MAX_MESSAGE_BYTES,
+            max_partial_bytes: 64 << 20,
             max_connections: 4096,
             max_handshakes: 1024,
             max_outstanding: 64,
@@ -55,6 +59,7 @@ impl ControlLimits {
     pub(super) fn check(&self) -> Result<()> {
         let counts = [
             ("max_message_bytes", self.max_message_bytes),
+            ("max_partial_bytes", self.max_partial_bytes),
             ("max_connections", self.max_connections),
             ("max_handshakes", self.max_handshakes),
             ("max_outstanding", self.max_outstanding),

@@ -10,6 +10,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout};
 
+use super::partial::Held;
 use super::zmtp::{self, Decoder, Event, SocketType};
 
 /// A connection whose handshake is complete.
@@ -21,6 +22,8 @@ pub(super) struct Link {
     /// Bytes read so far.
     read: u64,
     pinged: bool,
+    /// What it holds of an unfinished message, where that is bounded.
+    held: Option<Held>,
 }
 
 /// What [`Link::check`] found.
@@ -43,6 +46,7 @@ impl Link {
         own: SocketType,
         max_message: usize,
         within: Duration,
+        held: Option<Held>,
     ) -> Result<Self> {
         let _ = stream.set_nodelay(true);
         let mut link = Self {
@@ -51,6 +55,7 @@ impl Link {
             heard: Instant::now(),
             read: 0,
             pinged: false,
+            held,
         };
         let handshake = async {
             let opening = [&zmtp::greeting()[..], &zmtp::ready(own)].concat();
@@ -141,7 +146,11 @@ impl Link {
 
     async fn event(&mut self) -> Result<Event> {
         loop {
-            if let Some(event) = self.decoder.next()? {
+            let event = self.decoder.next()?;
+            if let Some(held) = &mut self.held {
+                held.set(self.decoder.input.len())?;
+            }
+            if let Some(event) = event {
                 return Ok(event);
             }
             match self.stream.read_buf(&mut self.decoder.input).await {

@@ -20,6 +20,7 @@ use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, sleep_until, timeout};
 
 use super::link::{Link, Pulse};
+use super::partial::Partial;
 use super::zmtp::{self, SocketType};
 use super::{ControlLimits, ControlPlane, FLUSH, Stay, closed, until};
 use crate::message::{Dialect, Reply, Request};
@@ -215,6 +216,7 @@ fn serve_on(
     let server = Server {
         limits: plane.inner.limits.clone(),
         places: descriptors::connections(plane.inner.limits.max_connections, 2),
+        partial: Partial::new(plane.inner.limits.max_partial_bytes.max(plane.inner.limits.max_message_bytes)),
         service,
         started: Instant::now(),
         state: Arc::new(State {
@@ -230,6 +232,7 @@ struct Server {
     limits: ControlLimits,
     /// How many connections have a place at a time.
     places: usize,
+    partial: Arc<Partial>,
     service: Arc<dyn Service>,
     started: Instant,
     state: Arc<State>,
@@ -425,7 +428,9 @@ async fn connection(
     ended: watch::Receiver<bool>,
 ) {
     let limits = &server.limits;
-    let opened = Link::open(stream, SocketType::Router, limits.max_message_bytes, limits.connect_timeout);
+    let held = Some(server.partial.begin());
+    let opened =
+        Link::open(stream, SocketType::Router, limits.max_message_bytes, limits.connect_timeout, held);
     let mut link = match opened.await {
         Ok(link) => link,
         Err(error) => return tracing::debug!(%peer, %error, "a control connection did not come about"),

@@ -17,6 +17,7 @@ mod dialer;
 mod limits;
 mod link;
 mod listener;
+mod partial;
 mod task;
 pub(crate) mod zmtp;
 
