@@ -303,11 +303,11 @@ pub struct SliceError {
     pub far_end: FarEnd,
 }
 
-/// Whether a failed slice may still touch the peer's memory.
+/// Whether a failed slice may still touch the peer's memory, or a failed notification be delivered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum FarEnd {
-    /// It will not: it never left, was refused, or the path was fenced.
+    /// It will not: it never left, was refused, or the path was fenced. A notification was not delivered either.
     Quiet,
-    /// It may, until the owner of the memory revokes the grant.
+    /// It may, until the owner of the memory revokes the grant. A notification may have been delivered.
     Unconfirmed,
 }

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -23,6 +24,7 @@ struct Record {
     paths: Vec<(PathId, PathState)>,
     notified: Vec<(String, Vec<u8>)>,
     refusal: Option<Error>,
+    gate: Option<Receiver<()>>,
 }
 
 impl Events {
@@ -131,6 +133,13 @@ impl Events {
         self.record().refusal = refusal;
     }
 
+    /// Keeps the next notification's transport waiting, once it is recorded, until what is returned is dropped.
+    pub fn hold_notification(&self) -> Sender<()> {
+        let (open, gate) = channel();
+        self.record().gate = Some(gate);
+        open
+    }
+
     fn wait<T>(
         &self,
         what: &str,
@@ -183,13 +192,18 @@ impl TransportEvents for Events {
     }
 
     fn notified(&self, peer: &str, data: &[u8]) -> Result<()> {
-        self.change(|record| match &record.refusal {
+        let gate = self.change(|record| match &record.refusal {
             Some(refusal) => Err(refusal.clone()),
             None => {
                 record.notified.push((peer.to_owned(), data.to_vec()));
-                Ok(())
+                Ok(record.gate.take())
             }
-        })
+        })?;
+        if let Some(gate) = gate {
+            // An error says that it was opened.
+            let _ = gate.recv();
+        }
+        Ok(())
     }
 }
 

@@ -8,9 +8,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use posthorse_core::{
-    Admission, Capabilities, Claim, Completion, Deadline, Gate, HostView, Level, Path, PathId, PathState,
-    Region, RegionId, RegisteredRegion, Result, SegmentDesc, Slice, Transport, TransportContext,
-    TransportEvents, Usage, View,
+    Admission, Capabilities, Claim, Completion, Deadline, Error, ErrorKind, FarEnd, Gate, HostView, Level,
+    Path, PathId, PathState, Region, RegionId, RegisteredRegion, Result, SegmentDesc, Slice, SliceError,
+    Transport, TransportContext, TransportEvents, Usage, View,
 };
 use posthorse_testkit::conformance::{self, Subject};
 use posthorse_testkit::{MemoryHub, MemoryTransport};
@@ -42,6 +42,8 @@ enum Defect {
     NotifiesTwice,
     /// Refused notifications are said to be delivered.
     HidesRefusal,
+    /// Whatever succeeded is said to have failed, and the far end to be quiet.
+    DeniesSuccess,
     /// Stopping does nothing.
     DoesNotStop,
     /// Fingerprints are not compared.
@@ -156,6 +158,10 @@ impl TransportEvents for BrokenEvents {
             match (self.defect, &completion.result) {
                 (Defect::SaysSent, Ok(_)) => completion.result = Ok(Level::Sent),
                 (Defect::HidesRefusal, Err(_)) => completion.result = Ok(Level::Visible),
+                (Defect::DeniesSuccess, Ok(_)) => {
+                    let error = Error::new(ErrorKind::Flushed, "fenced");
+                    completion.result = Err(SliceError { error, far_end: FarEnd::Quiet });
+                }
                 _ => {}
             }
         }
@@ -270,6 +276,7 @@ found! {
     CancelsAll by cancelling_spares_the_rest as a_cancel_of_too_much;
     NotifiesTwice by notifications_arrive_once_and_in_order as a_notification_that_comes_twice;
     HidesRefusal by a_notification_that_nobody_takes_is_refused as a_refusal_that_is_hidden;
+    DeniesSuccess by a_notification_that_was_delivered_is_not_sent_again as a_delivery_that_is_denied;
     DoesNotStop by stopping_ends_everything as a_stop_that_does_nothing;
     DoesNotStop by a_peer_that_stopped_is_named as a_stopped_peer_that_answers;
     AcceptsAll by fingerprints_must_agree as a_fingerprint_that_nobody_reads;

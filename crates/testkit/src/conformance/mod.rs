@@ -131,7 +131,8 @@ cases! { ($)
         notifications_arrive_once_and_in_order
         a_notification_finds_what_was_visible_before_it
         a_notification_that_is_too_long_is_refused
-        a_notification_that_nobody_takes_is_refused;
+        a_notification_that_nobody_takes_is_refused
+        a_notification_that_was_delivered_is_not_sent_again;
     leaking:
         nothing_leaks_from_registering
         nothing_leaks_from_stopping;

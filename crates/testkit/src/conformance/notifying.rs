@@ -1,6 +1,6 @@
 //! Notifications arrive once, in order, or are refused.
 
-use posthorse_core::{Access, ErrorKind, Opcode};
+use posthorse_core::{Access, ErrorKind, FarEnd, Opcode};
 
 use super::Subject;
 use super::pair::Pair;
@@ -101,4 +101,27 @@ pub(super) fn a_notification_that_nobody_takes_is_refused(subject: &Subject) {
     notify(&pair, b"found");
     pair.right.events.wait_notified(1, pair.right.deadline()).expect("it to arrive");
     assert_eq!(pair.right.events.notified_so_far(), [(pair.left.name.clone(), b"found".to_vec())]);
+}
+
+/// The engine sends a notification again when the far end is said to be quiet.
+pub(super) fn a_notification_that_was_delivered_is_not_sent_again(subject: &Subject) {
+    let pair = Pair::new(subject);
+    if !supported(&pair) {
+        return;
+    }
+    let local = pair.left.register(8, Access::None, 1);
+    let (_remote, target) = pair.lend(8, Access::Read, 2);
+    let open = pair.right.events.hold_notification();
+    let token = notify(&pair, b"once");
+    pair.right.events.wait_notified(1, pair.right.deadline()).expect("it to arrive");
+    // Where its answer would wait behind the notification's, its end shows that no answer will be heard any more.
+    let behind = pair.number(vec![local.slice(Opcode::Read, 0, 8, &target, 0)]);
+    pair.left.submit_all(pair.path, &behind).expect("a path that takes slices");
+    pair.left.transport.fence(pair.path);
+    pair.left.ends_of(&behind);
+    drop(open);
+    let end = pair.left.events.wait_for(token, pair.left.deadline()).expect("an end");
+    if let Err(why) = end.result {
+        assert_eq!(why.far_end, FarEnd::Unconfirmed, "{}", why.error);
+    }
 }

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, RwLock};
 use posthorse_core::{
-    AtWork, Completion, Deadline, Error, ErrorKind, PathId, PathState, RegionId, Result, Slice,
-    TransportEvents,
+    AtWork, Completion, Deadline, Error, ErrorKind, FarEnd, PathId, PathState, RegionId, Result, Slice,
+    SliceError, TransportEvents,
 };
 use rustix::io::Errno;
 use rustix::net::{Shutdown, shutdown};
@@ -352,7 +352,12 @@ impl Link {
         self.met.slots.close();
         self.around.copiers.close(self.id, error);
         let tokens = std::mem::take(&mut *self.notifications.lock());
-        let failed: Vec<Completion> = tokens.into_iter().map(|token| failure(token, error.clone())).collect();
+        // The peer may have delivered them, or find them in its socket yet.
+        let unconfirmed = |token| {
+            let result = Err(SliceError { error: error.clone(), far_end: FarEnd::Unconfirmed });
+            Completion { token, result }
+        };
+        let failed: Vec<Completion> = tokens.into_iter().map(unconfirmed).collect();
         if !failed.is_empty() {
             self.around.events.completed(&failed);
         }

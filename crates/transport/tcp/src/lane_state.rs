@@ -304,8 +304,8 @@ impl LaneState {
         }
     }
 
-    /// Ends the lane: it takes nothing more, and everything it holds fails with `error`, except WRITEs that the
-    /// peer may know of when `keep_sent` says so.
+    /// Ends the lane: it takes nothing more, and everything it holds fails with `error`, except WRITEs and
+    /// notifications that the peer may know of when `keep_sent` says so.
     pub(crate) fn end(&mut self, error: &Error, keep_sent: bool, done: &mut Vec<Completion>) {
         self.ended.get_or_insert_with(|| error.clone());
         let mut kept = VecDeque::new();
@@ -332,11 +332,16 @@ impl LaneState {
         }
     }
 
-    /// Ends what [`LaneState::end`] kept: the peer has confirmed that its end is quiet.
+    /// Ends what [`LaneState::end`] kept: the peer has confirmed that its end is quiet. That says of a notification only
+    /// that it will not be delivered any more; it may have been.
     pub(crate) fn end_quiet(&mut self, error: &Error, done: &mut Vec<Completion>) {
         for flight in std::mem::take(&mut self.flight) {
             self.forget(&flight.work);
-            done.extend(flight.work.token().map(|token| failed(token, error.clone(), FarEnd::Quiet)));
+            let far_end = match &flight.work {
+                Work::Notify { .. } => FarEnd::Unconfirmed,
+                Work::Slice { .. } | Work::Nothing => FarEnd::Quiet,
+            };
+            done.extend(flight.work.token().map(|token| failed(token, error.clone(), far_end)));
         }
     }
 
@@ -639,6 +644,26 @@ mod tests {
         state.end(&error, false, &mut done);
         assert_eq!(outcome(&done), [(1, Some((ErrorKind::Flushed, FarEnd::Unconfirmed)))]);
         assert!(!state.owed() && state.load() == 0);
+    }
+
+    #[test]
+    fn a_peer_that_is_quiet_may_have_delivered_what_was_sent() {
+        let mut state = LaneState::new(LIMITS);
+        push(&mut state, 1, Opcode::Write, 1);
+        cut_all(&mut state);
+        state.push_notify(2, b"x").unwrap();
+        cut_all(&mut state);
+        state.push_notify(3, b"x").unwrap();
+        let error = Error::new(ErrorKind::Flushed, "fenced");
+        let mut done = Vec::new();
+        state.end(&error, true, &mut done);
+        state.end_quiet(&error, &mut done);
+        let flushed = |far_end| Some((ErrorKind::Flushed, far_end));
+        assert_eq!(
+            outcome(&done),
+            [(3, flushed(FarEnd::Quiet)), (1, flushed(FarEnd::Quiet)), (2, flushed(FarEnd::Unconfirmed))]
+        );
+        assert_eq!(state.notifies, 0);
     }
 
     #[test]
