@@ -62,8 +62,8 @@ pub(crate) struct Link {
     process_id: SourceId,
     regions: RwLock<HashMap<RegionId, Arc<RemoteRegion>>>,
     pending: Mutex<Pending>,
-    /// Tokens of notifications that the peer has not acknowledged.
-    notifications: Mutex<VecDeque<u64>>,
+    /// Tokens of notifications that the peer has not acknowledged. `None` once closing the path has ended them.
+    notifications: Mutex<Option<VecDeque<u64>>>,
     up: AtomicBool,
     /// Threads that are inside, and by [`REPORTING`] those that report what came of it.
     inside: AtomicU64,
@@ -129,7 +129,7 @@ impl Link {
             process_id,
             regions: RwLock::default(),
             pending: Mutex::default(),
-            notifications: Mutex::default(),
+            notifications: Mutex::new(Some(VecDeque::new())),
             up: AtomicBool::new(true),
             inside: AtomicU64::new(0),
         })
@@ -308,7 +308,9 @@ impl Link {
         }
         let _inside = self.enter()?;
         {
-            let mut unacknowledged = self.notifications.lock();
+            let mut notifications = self.notifications.lock();
+            // Closed since we entered, it would not be looked at again.
+            let unacknowledged = notifications.as_mut().ok_or_else(|| self.down())?;
             if unacknowledged.len() >= MAX_UNACKNOWLEDGED {
                 return Err(Error::new(
                     ErrorKind::QueueFull,
@@ -328,7 +330,8 @@ impl Link {
     }
 
     fn take_notification(&self, token: u64) -> bool {
-        let mut unacknowledged = self.notifications.lock();
+        let mut notifications = self.notifications.lock();
+        let Some(unacknowledged) = notifications.as_mut() else { return false };
         let at = unacknowledged.iter().position(|other| *other == token);
         at.and_then(|at| unacknowledged.remove(at)).is_some()
     }
@@ -351,13 +354,13 @@ impl Link {
         // Before the peer hears of it, which then waits for what is announced already, and for nothing else.
         self.met.slots.close();
         self.around.copiers.close(self.id, error);
-        let tokens = std::mem::take(&mut *self.notifications.lock());
+        let tokens = self.notifications.lock().take();
         // The peer may have delivered them, or find them in its socket yet.
         let unconfirmed = |token| {
             let result = Err(SliceError { error: error.clone(), far_end: FarEnd::Unconfirmed });
             Completion { token, result }
         };
-        let failed: Vec<Completion> = tokens.into_iter().map(unconfirmed).collect();
+        let failed: Vec<Completion> = tokens.into_iter().flatten().map(unconfirmed).collect();
         if !failed.is_empty() {
             self.around.events.completed(&failed);
         }

@@ -4,8 +4,10 @@
 
 mod common;
 
+use std::collections::HashSet;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
 use std::time::Duration;
 
 use common::{Node, config, pattern, slice, soon};
@@ -168,7 +170,7 @@ fn nothing_changes_after_a_grant_was_revoked_under_traffic() {
             let grant = b.grant_all(&region, Access::Write);
             let len = if inline { 4096 } else { LEN };
             let started = Arc::new(AtomicBool::new(false));
-            let writer = std::thread::spawn({
+            let writer = thread::spawn({
                 let (a, grant, started) = (Arc::clone(&a), grant.clone(), Arc::clone(&started));
                 move || {
                     let source = vec![1_u8; len];
@@ -182,7 +184,7 @@ fn nothing_changes_after_a_grant_was_revoked_under_traffic() {
                 }
             });
             while !started.load(Ordering::Acquire) {
-                std::thread::yield_now();
+                thread::yield_now();
             }
             b.transport.revoke(grant.token, soon()).unwrap();
             let zeros = vec![0_u8; LEN];
@@ -199,7 +201,7 @@ fn unregistering_under_traffic_ends_it_and_lets_the_mapping_go() {
     let path = a.connect(&b);
     let region = b.shared(1 << 20);
     let grant = b.grant_all(&region, Access::Write);
-    let writer = std::thread::spawn({
+    let writer = thread::spawn({
         let (a, grant) = (Arc::clone(&a), grant.clone());
         move || {
             let source = vec![1_u8; 1 << 20];
@@ -285,6 +287,40 @@ fn stopping_ends_every_slice_and_tells_the_peers() {
     a.transport.stop();
     assert_eq!(a.transport.connect(&b.desc, soon()).unwrap_err().kind(), ErrorKind::Closed);
     assert_eq!(b.refusal(&a.desc).kind(), ErrorKind::PeerUnreachable);
+}
+
+#[test]
+fn each_notification_that_was_taken_while_its_path_was_fenced_has_an_end() {
+    let (a, b) = (Node::new("a:1"), Node::new("b:1"));
+    let next = AtomicU64::new(1);
+    for round in 0..400 {
+        let path = a.connect(&b);
+        let first = next.load(Ordering::Relaxed);
+        let notify = || {
+            let mut taken = Vec::new();
+            loop {
+                let token = next.fetch_add(1, Ordering::Relaxed);
+                match a.transport.notify(path, token, b"x") {
+                    Ok(()) => taken.push(token),
+                    Err(error) if error.kind() == ErrorKind::QueueFull => {}
+                    Err(_) => return taken,
+                }
+            }
+        };
+        let taken = thread::scope(|scope| {
+            let threads = [(); 3].map(|()| scope.spawn(notify));
+            while next.load(Ordering::Relaxed) < first + 10 + round % 200 {
+                thread::yield_now();
+            }
+            a.transport.fence(path);
+            threads.map(|thread| thread.join().unwrap()).concat()
+        });
+        a.events.wait(|seen| {
+            let ended: HashSet<u64> = seen.completions.iter().map(|done| done.token).collect();
+            taken.iter().all(|token| ended.contains(token)).then_some(())
+        });
+        a.events.forget();
+    }
 }
 
 #[test]
@@ -468,7 +504,7 @@ fn connections_leave_neither_files_nor_mappings_behind() {
                 (open_files(), shared_mappings()),
                 settled
             );
-            std::thread::yield_now();
+            thread::yield_now();
         }
         assert!(matches!(a.try_connect(&b.desc).1, PathState::Up));
     }
@@ -482,7 +518,7 @@ fn many_threads_share_a_path() {
     const EACH: usize = 300_000;
     let region = b.shared(16 * EACH);
     let grant = b.grant_all(&region, Access::ReadWrite);
-    std::thread::scope(|scope| {
+    thread::scope(|scope| {
         for thread in 0..16_usize {
             let (a, grant) = (&a, &grant);
             scope.spawn(move || {
