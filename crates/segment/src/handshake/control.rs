@@ -27,9 +27,12 @@ pub struct P2pControl {
     peers: Mutex<HashMap<Box<str>, Arc<Peer>>>,
 }
 
+/// A connection, once it is made, or why it could not be: for all who wait for it.
+type Made = OnceCell<Result<Link>>;
+
 /// What is known of a peer: the current connection, if it was made.
 struct Peer {
-    link: Mutex<Arc<OnceCell<Link>>>,
+    link: Mutex<Arc<Made>>,
     /// One for each request that may be under way.
     slots: Semaphore,
 }
@@ -93,7 +96,7 @@ struct Request {
 
 impl Peer {
     fn is_linked(&self) -> bool {
-        lock(&self.link).get().is_some_and(Link::is_open)
+        lock(&self.link).get().is_some_and(is_open)
     }
 
     async fn ask(
@@ -113,9 +116,11 @@ impl Peer {
         let mut again = true;
         loop {
             let (cell, used) = self.current();
-            // Those who need the connection at the same time share the making of it.
-            let link =
-                cell.get_or_try_init(|| Link::connect(&local.config, &local.greeting, name, address)).await?;
+            // Those who need the connection at the same time share the making of it, and its failure: each would
+            // otherwise try for as long, one after the other.
+            let made =
+                cell.get_or_init(|| Link::connect(&local.config, &local.greeting, name, address)).await;
+            let link = made.as_ref().map_err(Error::clone)?;
             let patience = request.deadline.remaining(Instant::now()).unwrap_or(std::time::Duration::MAX);
             match link.ask(&request.topic, &request.body, patience).await {
                 Err(Ended::Broken(_)) if used && again => again = false,
@@ -126,9 +131,9 @@ impl Peer {
     }
 
     /// The current connection, or the place for the next; and whether it had been made before.
-    fn current(&self) -> (Arc<OnceCell<Link>>, bool) {
+    fn current(&self) -> (Arc<Made>, bool) {
         let mut cell = lock(&self.link);
-        if cell.get().is_some_and(|link| !link.is_open()) {
+        if cell.get().is_some_and(|made| !is_open(made)) {
             *cell = Arc::default();
         }
         let used = cell.initialized();
@@ -136,6 +141,55 @@ impl Peer {
     }
 }
 
+fn is_open(made: &Result<Link>) -> bool {
+    made.as_ref().is_ok_and(Link::is_open)
+}
+
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use posthorse_core::{Features, Hello, Incarnation};
+
+    use super::super::config::HandshakeConfig;
+    use super::super::local::{HandshakeEvents, Identity};
+    use super::*;
+
+    #[derive(Debug)]
+    struct Nobody;
+
+    impl HandshakeEvents for Nobody {
+        fn notified(&self, _: &str, _: &str) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn requests_at_the_same_time_share_the_failure_to_connect() {
+        // It takes connections and says nothing.
+        let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        silent.set_nonblocking(true).unwrap();
+        let name = silent.local_addr().unwrap().to_string();
+        let address = SegmentAddress::parse(&name, None).unwrap();
+        let hello = Hello::new(Features::NONE, None);
+        let identity = Identity { name: "a:1".to_owned(), incarnation: Incarnation(1), hello };
+        let config = HandshakeConfig { io_timeout_ms: 50, ..HandshakeConfig::default() };
+        let local = Local::new(config, identity, Arc::new(Nobody));
+        let peer = Peer { link: Mutex::default(), slots: Semaphore::new(3) };
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let ask = || {
+            let request = Request { topic: String::new(), body: Vec::new(), deadline: Deadline::NEVER };
+            peer.ask(&local, &name, &address, request)
+        };
+        let (first, second, third) = runtime.block_on(async { tokio::join!(ask(), ask(), ask()) });
+        for answer in [first, second, third] {
+            assert_eq!(answer.unwrap_err().kind(), ErrorKind::PeerGone);
+        }
+        silent.accept().unwrap();
+        silent.accept().expect_err("one attempt for all");
+        runtime.block_on(ask()).unwrap_err();
+        silent.accept().expect("another one for those who come later");
+    }
 }
