@@ -20,8 +20,11 @@ pub struct HandshakeConfig {
     pub port_max: u16,
     /// The longest frame taken or sent, in bytes. A peer that was not told otherwise takes 1 MiB.
     pub frame_bytes: usize,
-    /// How many connections may be at their first request; the oldest gives way to one more.
+    /// How many connections may be at their first request. The oldest that has not asked for anything yet gives way to one
+    /// more; when all have, the next has to wait.
     pub newcomers: usize,
+    /// How long a connection has for its first request before it may have to give way, in milliseconds.
+    pub grace_ms: u64,
     /// How many peers may hold a control connection to us.
     pub control_connections: usize,
     /// How many requests are handled at a time; more have to wait.
@@ -34,8 +37,8 @@ pub struct HandshakeConfig {
     pub connect_timeout_ms: u64,
     /// How long a first request may take to arrive, and a piece of an answer to leave, in milliseconds.
     pub io_timeout_ms: u64,
-    /// How long a peer may take to answer a foreign message, in milliseconds. Foreign servers answer one peer after
-    /// the other, and each may keep them for some seconds.
+    /// How long a peer may take to answer a foreign message, or to take the answer to its own, in milliseconds. Foreign
+    /// servers answer one peer after the other, and each may keep them for some seconds.
     pub answer_timeout_ms: u64,
     /// How long a control connection is kept that nobody uses, in milliseconds.
     pub idle_timeout_ms: u64,
@@ -53,6 +56,7 @@ impl Default for HandshakeConfig {
             port_max: 0,
             frame_bytes: DEFAULT_PAYLOAD,
             newcomers: 256,
+            grace_ms: 100,
             control_connections: 1024,
             handlers: 32,
             queue_bytes: 64 << 20,
@@ -89,6 +93,7 @@ impl HandshakeConfig {
         }
         for (key, value) in [
             ("newcomers", self.newcomers as u64),
+            ("grace_ms", self.grace_ms),
             ("control_connections", self.control_connections as u64),
             ("handlers", self.handlers as u64),
             ("queue_bytes", self.queue_bytes as u64),
@@ -107,6 +112,10 @@ impl HandshakeConfig {
             return Err(Error::invalid_config("default_port", 0, "1 to 65535"));
         }
         Ok(())
+    }
+
+    pub(crate) const fn grace(&self) -> Duration {
+        Duration::from_millis(self.grace_ms)
     }
 
     pub(crate) const fn connect_timeout(&self) -> Duration {

@@ -64,12 +64,19 @@ impl Link {
                 format!("the peer took a connection, and was silent for {patience:?}"),
             )
         })?;
-        let Some(answer) = answer?.filter(|frame| frame.frame_type == FrameType::Control) else {
+        let Some(answer) = answer? else {
+            return Err(Error::new(
+                ErrorKind::PeerGone,
+                "the peer closed the connection instead of answering a greeting: it is ending, had no room, or does not \
+                 speak Posthorse's control protocol",
+            ));
+        };
+        if answer.frame_type != FrameType::Control {
             return Err(Error::new(
                 ErrorKind::PeerRefused,
                 "the peer does not speak Posthorse's control protocol",
             ));
-        };
+        }
         match Control::decode(&answer.body)? {
             Control::Greeting(theirs) => ours.hello.agree(&theirs.hello)?,
             Control::Reply { result: Err(refusal), .. } => return Err(refusal.into_error(peer)),

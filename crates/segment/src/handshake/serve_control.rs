@@ -1,7 +1,6 @@
 //! The serving side of a control connection between Posthorse peers.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use posthorse_core::{Error, ErrorKind, Result};
@@ -12,6 +11,7 @@ use tokio::time::timeout;
 
 use super::local::Local;
 use super::message::{Control, Greeting, Refusal};
+use super::server::Progress;
 use super::stream::{FrameReader, write};
 use crate::address::shown;
 use crate::frame::{FrameType, encode};
@@ -24,7 +24,7 @@ pub(crate) async fn serve(
     mut socket: OwnedWriteHalf,
     first: Vec<u8>,
     local: Arc<Local>,
-    settled: &AtomicBool,
+    progress: &Progress,
 ) -> Result<()> {
     let patience = local.config.io_timeout();
     let Control::Greeting(peer) = Control::decode(&first)? else {
@@ -43,7 +43,7 @@ pub(crate) async fn serve(
     };
     write(&mut socket, &frame(&answer, &local)?, patience).await?;
     let _slot = slot?;
-    settled.store(true, Ordering::Relaxed);
+    progress.settle();
 
     let (answers, outgoing) = mpsc::channel(ANSWERS);
     tokio::select! {

@@ -3,13 +3,14 @@
 use std::collections::VecDeque;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 use std::{fmt, io, net};
 
 use posthorse_core::{Error, ErrorKind, Result, SegmentDesc};
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use tokio::io::AsyncWriteExt as _;
+use tokio::net::tcp::OwnedWriteHalf;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Handle;
 use tokio::task::{AbortHandle, JoinSet};
@@ -33,9 +34,6 @@ const ATTEMPTS: usize = 16;
 
 /// How long nothing is accepted after the system refused to accept, as when file descriptors have run out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
-
-/// How long a connection has for its first request before it may have to make room. Meanwhile, the system keeps others.
-const GRACE: Duration = Duration::from_millis(100);
 
 /// How often it is looked whether there is room.
 const ROOM_PAUSE: Duration = Duration::from_millis(5);
@@ -219,25 +217,76 @@ impl Drop for Port {
     }
 }
 
-/// A connection that has not shown yet what it is about.
+/// How far a connection has come, for whoever needs its place.
+#[derive(Debug, Default)]
+pub(crate) struct Progress(AtomicU8);
+
+/// It has not asked for anything, and gives way once it has had its time.
+const SILENT: u8 = 0;
+/// What it asked for is under way: it keeps its place.
+const ASKED: u8 = 1;
+/// It has its answer, and gives way at once.
+const ANSWERED: u8 = 2;
+/// It is no newcomer any more.
+const SETTLED: u8 = 3;
+/// It has had to give way.
+const ENDED: u8 = 4;
+
+impl Progress {
+    fn get(&self) -> u8 {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    /// Goes on from one stage to the next. False when it is not there, as it has had to give way.
+    fn advance(&self, from: u8, to: u8) -> bool {
+        self.0.compare_exchange(from, to, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+    }
+
+    /// The connection stays.
+    pub(crate) fn settle(&self) {
+        self.0.store(SETTLED, Ordering::Relaxed);
+    }
+}
+
+/// A connection that may be at its first request.
 struct Newcomer {
     since: Instant,
     task: AbortHandle,
-    settled: Arc<AtomicBool>,
+    progress: Arc<Progress>,
 }
 
-/// Waits until there are fewer than `most` newcomers: until one has settled, or the oldest has had its time and is ended.
-async fn make_room(newcomers: &mut VecDeque<Newcomer>, most: usize) {
+impl Newcomer {
+    /// When it gives way to another, if it does.
+    fn gives_way_in(&self, grace: Duration) -> Option<Duration> {
+        match self.progress.get() {
+            SILENT => Some(grace.saturating_sub(self.since.elapsed())),
+            ANSWERED => Some(Duration::ZERO),
+            _ => None,
+        }
+    }
+}
+
+/// Waits until there are fewer than `most` newcomers: until one has settled or ended, or gives way. Meanwhile, the system
+/// keeps others.
+async fn make_room(newcomers: &mut VecDeque<Newcomer>, most: usize, grace: Duration) {
     loop {
-        newcomers
-            .retain(|newcomer| !newcomer.settled.load(Ordering::Relaxed) && !newcomer.task.is_finished());
-        let Some(oldest) = newcomers.front().filter(|_| newcomers.len() >= most) else { return };
-        let left = GRACE.saturating_sub(oldest.since.elapsed());
-        if left.is_zero() {
-            oldest.task.abort();
-            newcomers.pop_front();
-        } else {
-            tokio::time::sleep(left.min(ROOM_PAUSE)).await;
+        newcomers.retain(|newcomer| {
+            !matches!(newcomer.progress.get(), SETTLED | ENDED) && !newcomer.task.is_finished()
+        });
+        if newcomers.len() < most {
+            return;
+        }
+        let next = newcomers.iter().filter_map(|newcomer| Some((newcomer.gives_way_in(grace)?, newcomer)));
+        match next.min_by_key(|(left, _)| *left) {
+            Some((left, newcomer)) if left.is_zero() => {
+                let stage = newcomer.progress.get();
+                // It may have asked since.
+                if matches!(stage, SILENT | ANSWERED) && newcomer.progress.advance(stage, ENDED) {
+                    newcomer.task.abort();
+                }
+            }
+            Some((left, _)) => tokio::time::sleep(left.min(ROOM_PAUSE)).await,
+            None => tokio::time::sleep(ROOM_PAUSE).await,
         }
     }
 }
@@ -252,19 +301,19 @@ async fn accept(port: Port, local: Arc<Local>) {
             continue;
         };
         while connections.try_join_next().is_some() {}
-        make_room(&mut newcomers, local.config.newcomers).await;
-        let settled = Arc::new(AtomicBool::new(false));
-        let serving = serve(stream, Arc::clone(&local), Arc::clone(&settled));
+        make_room(&mut newcomers, local.config.newcomers, local.config.grace()).await;
+        let progress = Arc::new(Progress::default());
+        let serving = serve(stream, Arc::clone(&local), Arc::clone(&progress));
         let task = connections.spawn(async move {
             if let Err(error) = serving.await {
                 tracing::debug!(%address, %error, "a handshake connection was given up");
             }
         });
-        newcomers.push_back(Newcomer { since: Instant::now(), task, settled });
+        newcomers.push_back(Newcomer { since: Instant::now(), task, progress });
     }
 }
 
-async fn serve(stream: TcpStream, local: Arc<Local>, settled: Arc<AtomicBool>) -> Result<()> {
+async fn serve(stream: TcpStream, local: Arc<Local>, progress: Arc<Progress>) -> Result<()> {
     // Small answers should not wait for more; that it cannot be set costs time alone.
     let _ = stream.set_nodelay(true);
     let (read, mut socket) = stream.into_split();
@@ -274,21 +323,39 @@ async fn serve(stream: TcpStream, local: Arc<Local>, settled: Arc<AtomicBool>) -
         return Err(Error::new(ErrorKind::DeadlineExceeded, format!("no whole request within {patience:?}")));
     };
     let Some(Frame { frame_type, body }) = frame? else { return Ok(()) };
-    let answer = match frame_type {
-        FrameType::Control => return serve_control::serve(reader, socket, body, local, &settled).await,
-        FrameType::Metadata => local.descriptor().ok_or_else(|| {
-            Error::new(ErrorKind::NotFound, "a peer asked for the descriptor, and none is published")
-        })?,
-        _ => {
-            let json = answer(frame_type, body, &local).await?;
-            encode(frame_type, &json, local.config.frame_bytes)?.into()
-        }
-    };
-    write(&mut socket, &answer, patience).await?;
+    if !progress.advance(SILENT, ASKED) {
+        return Ok(());
+    }
+    if frame_type == FrameType::Control {
+        return serve_control::serve(reader, socket, body, local, &progress).await;
+    }
+    // It keeps its place until it is answered: so that is bounded, however slowly it reads.
+    let limit = local.config.answer_timeout();
+    timeout(limit, reply(&mut socket, frame_type, body, &local)).await.map_err(|_| {
+        Error::new(ErrorKind::DeadlineExceeded, format!("the answer was not taken within {limit:?}"))
+    })??;
+    progress.advance(ASKED, ANSWERED);
     // As foreign servers do: say that this was all, then wait for the client to close.
     let _ = socket.shutdown().await;
     let _ = timeout(patience, reader.drain()).await;
     Ok(())
+}
+
+async fn reply(
+    socket: &mut OwnedWriteHalf,
+    frame_type: FrameType,
+    body: Vec<u8>,
+    local: &Arc<Local>,
+) -> Result<()> {
+    let answer = if frame_type == FrameType::Metadata {
+        local.descriptor().ok_or_else(|| {
+            Error::new(ErrorKind::NotFound, "a peer asked for the descriptor, and none is published")
+        })?
+    } else {
+        let json = answer(frame_type, body, local).await?;
+        encode(frame_type, &json, local.config.frame_bytes)?.into()
+    };
+    write(socket, &answer, local.config.io_timeout()).await
 }
 
 async fn answer(frame_type: FrameType, body: Vec<u8>, local: &Arc<Local>) -> Result<Vec<u8>> {

@@ -231,7 +231,7 @@ fn a_broken_connection_is_made_again_once_for_a_request_that_it_broke() {
 fn hostile_servers_cost_the_request() {
     let a = start();
     for (answer, kind) in [
-        (vec![], ErrorKind::PeerRefused),
+        (vec![], ErrorKind::PeerGone),
         (vec![255; 20], ErrorKind::Malformed),
         (encode(FrameType::Probe, b"{}", LIMIT).unwrap(), ErrorKind::PeerRefused),
         (encode(FrameType::Control, b"\x03", LIMIT).unwrap(), ErrorKind::Malformed),

@@ -2,11 +2,14 @@
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
 
-use posthorse_segment::HandshakeConfig;
+use posthorse_core::{Incarnation, Result};
 use posthorse_segment::frame::{FrameType, encode};
+use posthorse_segment::{Handshake, HandshakeConfig, HandshakeEvents, HandshakeListener, Identity};
 
-use crate::support::{LIMIT, desc, dial, hello, on_loopback, soon, start, start_with};
+use crate::support::{LIMIT, ask, desc, dial, hello, on_loopback, runtime, soon, start, start_with};
 
 /// Whether the server ended the connection without an answer.
 fn closed_without_answer(mut socket: TcpStream) -> bool {
@@ -58,7 +61,7 @@ fn hundreds_of_half_open_connections_keep_nobody_out() {
 
 #[test]
 fn those_who_ask_a_little_late_are_all_answered() {
-    let config = HandshakeConfig { newcomers: 8, ..on_loopback() };
+    let config = HandshakeConfig { newcomers: 8, grace_ms: 3_600_000, ..on_loopback() };
     let b = start_with(config, 1, hello()).0;
     let mut sockets: Vec<_> = (0..40).map(|_| dial(&b)).collect();
     for socket in &mut sockets {
@@ -68,6 +71,56 @@ fn those_who_ask_a_little_late_are_all_answered() {
     for (number, socket) in sockets.into_iter().enumerate() {
         assert!(!closed_without_answer(socket), "connection {number}");
     }
+}
+
+/// Says when a message has come, and takes it when it is told to.
+#[derive(Debug)]
+struct Gated {
+    came: Mutex<Sender<()>>,
+    gate: Mutex<Receiver<()>>,
+}
+
+impl HandshakeEvents for Gated {
+    fn notified(&self, _: &str, _: &str) -> Result<()> {
+        self.came.lock().unwrap().send(()).unwrap();
+        let _ = self.gate.lock().unwrap().recv();
+        Ok(())
+    }
+}
+
+/// A handshake with such events, and a connection whose message is being handled until what is returned is dropped.
+fn start_busy(config: HandshakeConfig) -> (Handshake, TcpStream, Sender<()>) {
+    let ((came, begun), (open, gate)) = (channel(), channel());
+    let listener = HandshakeListener::bind(config).unwrap();
+    let name = format!("127.0.0.1:{}", listener.port());
+    let identity = Identity { name, incarnation: Incarnation(1), hello: hello() };
+    let events = Arc::new(Gated { came: Mutex::new(came), gate: Mutex::new(gate) });
+    let b = listener.start(runtime(), identity, events).unwrap();
+    let mut busy = dial(&b);
+    let message = b"{\"name\":\"n\",\"notify_msg\":\"m\"}";
+    busy.write_all(&encode(FrameType::Notify, message, LIMIT).unwrap()).unwrap();
+    begun.recv().unwrap();
+    (b, busy, open)
+}
+
+#[test]
+fn whoever_has_asked_keeps_its_place_until_it_is_answered() {
+    let (b, busy, open) = start_busy(HandshakeConfig { newcomers: 2, grace_ms: 1, ..on_loopback() });
+    let silent = dial(&b);
+    // There is room for this one only once another has given way.
+    ask(&b, FrameType::Probe, b"{}").unwrap();
+    assert!(closed_without_answer(silent));
+    drop(open);
+    assert!(!closed_without_answer(busy), "its message was delivered");
+}
+
+#[test]
+fn an_answer_that_takes_too_long_gives_its_place_up() {
+    let config = HandshakeConfig { newcomers: 1, grace_ms: 1, answer_timeout_ms: 50, ..on_loopback() };
+    let (b, busy, open) = start_busy(config);
+    ask(&b, FrameType::Probe, b"{}").unwrap();
+    assert!(closed_without_answer(busy));
+    drop(open);
 }
 
 #[test]
