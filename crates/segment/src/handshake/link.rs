@@ -167,6 +167,31 @@ impl Drop for Forget<'_> {
     }
 }
 
+/// How long the peer has owed something and not been heard of.
+#[derive(Debug, Clone, Copy)]
+struct Silence {
+    since: Instant,
+    /// How often it was asked since whether it is there.
+    asked: u32,
+}
+
+impl Silence {
+    const fn since(since: Instant) -> Self {
+        Self { since, asked: 0 }
+    }
+
+    /// The peer is to be asked whether it is there, unless it has been silent for too long: for how long.
+    fn ask(&mut self, now: Instant, liveness: Duration) -> Option<Duration> {
+        let silent = now.saturating_duration_since(self.since);
+        // Counted in questions too: after our own process was stopped, the clock alone would accuse the peer.
+        if silent >= liveness && self.asked > 1 {
+            return Some(silent);
+        }
+        self.asked += 1;
+        None
+    }
+}
+
 /// The half of a link that reads, and watches whether the peer is there.
 struct Receiving {
     reader: FrameReader,
@@ -181,12 +206,14 @@ struct Receiving {
 impl Receiving {
     async fn run(mut self) -> Ended {
         let error = |kind, why: String| Error::new(kind, why).with_peer(&*self.peer);
-        // Since when the peer has owed something and not been heard of, and since when nothing has been asked.
-        let (mut silent, mut unused) = (Instant::now(), Instant::now());
+        let mut silence = Silence::since(Instant::now());
+        // Since when nothing has been asked.
+        let mut unused = Instant::now();
         loop {
             match timeout(self.liveness / 3, self.reader.next()).await {
                 Ok(Ok(Some(frame))) if frame.frame_type == FrameType::Control => {
-                    (silent, unused) = (Instant::now(), Instant::now());
+                    unused = Instant::now();
+                    silence = Silence::since(unused);
                     match Control::decode(&frame.body) {
                         Ok(Control::Reply { id, result }) => self.answer(id, result),
                         Ok(Control::Pong) => {}
@@ -215,7 +242,7 @@ impl Receiving {
                     let now = Instant::now();
                     let owed = lock(&self.waiting).as_ref().is_ok_and(|waiting| !waiting.is_empty());
                     if !owed {
-                        silent = now;
+                        silence = Silence::since(now);
                         if now.duration_since(unused) >= self.idle {
                             return Ended::Broken(error(
                                 ErrorKind::Closed,
@@ -225,9 +252,8 @@ impl Receiving {
                         continue;
                     }
                     unused = now;
-                    let silence = now.duration_since(silent);
-                    if silence >= self.liveness {
-                        let why = format!("the peer has owed an answer and been silent for {silence:.1?}");
+                    if let Some(silent) = silence.ask(now, self.liveness) {
+                        let why = format!("the peer has owed an answer and been silent for {silent:.1?}");
                         return Ended::Final(error(ErrorKind::PeerGone, why));
                     }
                     if let Some(outgoing) = self.outgoing.upgrade() {
@@ -254,4 +280,22 @@ impl Receiving {
 
 fn lock(waiting: &Waiting) -> std::sync::MutexGuard<'_, Result<HashMap<u64, Answer>, Ended>> {
     waiting.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peer_is_gone_only_when_it_was_asked_and_did_not_answer() {
+        let (start, liveness) = (Instant::now(), Duration::from_secs(3));
+        let at = |seconds| start + Duration::from_secs(seconds);
+        let mut silence = Silence::since(start);
+        let answers: Vec<_> = (1..=3).map(|second| silence.ask(at(second), liveness)).collect();
+        assert_eq!(answers, [None, None, Some(liveness)]);
+        // This process was stopped for a minute.
+        let mut silence = Silence::since(start);
+        let answers: Vec<_> = (60..=62).map(|second| silence.ask(at(second), liveness)).collect();
+        assert_eq!(answers, [None, None, Some(Duration::from_secs(62))]);
+    }
 }
