@@ -57,6 +57,11 @@ impl Admission {
         self.view
     }
 
+    /// Whether the owner has closed the memory. Whoever finds it so drops the admission, which keeps the region alive.
+    pub fn is_closed(&self) -> bool {
+        self.usage.is_closed()
+    }
+
     /// Begins one touch of the memory, or says that the owner has closed it.
     ///
     /// Nothing is waited for while inside: the owner waits for it to end.

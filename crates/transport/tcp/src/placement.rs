@@ -50,6 +50,13 @@ impl Placement {
         self.len - self.done
     }
 
+    /// Gives memory up that its owner has closed. What is still to come is dropped.
+    pub(crate) fn give_up_closed(&mut self) {
+        if matches!(&self.place, Place::Admitted(_, admission) if admission.is_closed()) {
+            self.place = Place::Nowhere;
+        }
+    }
+
     /// Takes what the intake has of the piece.
     ///
     /// # Safety

@@ -108,12 +108,11 @@ enum Incoming {
 struct Sending {
     id: u64,
     checksum: Checksum,
-    view: HostView,
-    admission: Admission,
+    /// The memory; `None` once its owner has closed it.
+    source: Option<(HostView, Admission)>,
     /// Bytes sent, and the end of the piece that was announced.
     done: usize,
     announced: usize,
-    revoked: bool,
 }
 
 /// A READ that has its turn later.
@@ -217,6 +216,7 @@ impl Serve {
     /// # Errors
     /// `PeerGone` when it is not.
     pub(crate) fn tick(&mut self, config: &TcpConfig, short: bool) -> Result<()> {
+        self.give_up_closed();
         // What the peer says may wait behind a full intake until a long READ is answered. That it takes the answer says that
         // it is there.
         if self.is_blocked() && self.has_progressed() {
@@ -235,6 +235,16 @@ impl Serve {
         }
         self.spoke = false;
         Ok(())
+    }
+
+    /// Gives memory up that its owner has closed: it would be kept for as long as the peer stops half-way.
+    fn give_up_closed(&mut self) {
+        if let Incoming::Piece { placement, .. } = &mut self.incoming {
+            placement.give_up_closed();
+        }
+        if let Some(sending) = &mut self.sending {
+            sending.source.take_if(|(_, admission)| admission.is_closed());
+        }
     }
 
     /// Whether the peer's host has acknowledged more than at the last look. One whose process takes nothing any more
@@ -388,8 +398,8 @@ impl Serve {
             Err(error) => self.refuse(id, &error),
             Ok((view, admission)) if len <= COPIED_READ => self.copy_read(id, view, &admission, checksum),
             Ok((view, admission)) => {
-                let (done, announced, revoked) = (0, 0, false);
-                self.sending = Some(Sending { id, checksum, view, admission, done, announced, revoked });
+                let (source, done, announced) = (Some((view, admission)), 0, 0);
+                self.sending = Some(Sending { id, checksum, source, done, announced });
             }
         }
     }
@@ -521,22 +531,23 @@ impl Serve {
         if sending.done < sending.announced {
             return;
         }
-        if !sending.revoked && sending.done < sending.view.len() {
-            let len = (sending.view.len() - sending.done).min(MAX_PIECE as usize);
-            let piece = sending.view.slice(sending.done, len).ok();
-            if let (Some(piece), Some(_inside)) = (piece, sending.admission.enter()) {
-                // SAFETY: inside, so the memory is allocated; it is registered for reading by peers.
-                let value = unsafe { checksum::of(piece, sending.checksum) };
-                let sum = Sum { mode: sending.checksum, value };
-                self.output.extend(Response::Data { id: sending.id, len: len as u64, sum }.encode());
-                sending.announced += len;
-                return;
-            }
-            sending.revoked = true;
+        let inside = sending.source.as_ref().and_then(|(view, admission)| Some((*view, admission.enter()?)));
+        if let Some((view, _)) = &inside
+            && let len = view.len().saturating_sub(sending.done).min(MAX_PIECE as usize)
+            && len > 0
+            && let Ok(piece) = view.slice(sending.done, len)
+        {
+            // SAFETY: inside, so the memory is allocated; it is registered for reading by peers.
+            let value = unsafe { checksum::of(piece, sending.checksum) };
+            let sum = Sum { mode: sending.checksum, value };
+            self.output.extend(Response::Data { id: sending.id, len: len as u64, sum }.encode());
+            sending.announced += len;
+            return;
         }
-        let (id, revoked_meanwhile) = (sending.id, sending.revoked || sending.admission.enter().is_none());
+        let (id, closed) = (sending.id, inside.is_none());
+        drop(inside);
         self.sending = None;
-        if revoked_meanwhile {
+        if closed {
             self.refuse(id, &revoked());
         } else {
             self.output.extend(Response::Ack { id }.encode());
@@ -550,7 +561,9 @@ impl Sending {
         const FILLER: [u8; 4096] = [0; 4096];
         let most = if self.done == 0 { SEND_FIRST } else { SEND_CHUNK };
         let len = (self.announced - self.done).min(most);
-        if let (Ok(piece), Some(_inside)) = (self.view.slice(self.done, len), self.admission.enter()) {
+        if let Some((view, admission)) = &self.source
+            && let (Ok(piece), Some(_inside)) = (view.slice(self.done, len), admission.enter())
+        {
             // SAFETY: the output is our own; inside, the memory is allocated. It is registered for reading by peers:
             // nothing that Rust knows of writes to it.
             return unsafe { flow.send(socket.as_fd(), &[output, piece]) };

@@ -4,6 +4,7 @@ use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::{Sender, channel};
 
 use posthorse_core::*;
 use posthorse_tcp::TcpConfig;
@@ -278,4 +279,58 @@ pub(crate) fn welcome(socket: &mut TcpStream, more: &[u8]) {
     answer.extend(welcome.as_bytes());
     answer.extend(more);
     let _ = socket.write_all(&answer);
+}
+
+/// Memory that says when nobody keeps it any more.
+#[derive(Debug)]
+struct Told(Memory, Sender<()>);
+
+// SAFETY: as for `Memory`.
+unsafe impl Region for Told {
+    fn view(&self) -> View {
+        self.0.view()
+    }
+}
+
+impl Drop for Told {
+    fn drop(&mut self) {
+        // Nobody listens any more when the test has failed.
+        let _ = self.1.send(());
+    }
+}
+
+#[test]
+fn a_peer_that_stops_half_way_keeps_no_memory_that_was_withdrawn() {
+    const LEN: usize = 16 << 20;
+    let config = TcpConfig { liveness_ms: 600, socket_buffer_bytes: 64 << 10, ..local() };
+    let there = Node::with("there:1", config, Hello::new(Features::NONE, None));
+    let memory = Memory::new(LEN);
+    // A READ whose answer is not taken, and a WRITE of which but the first byte is sent.
+    for (kind, flags, len, more) in [(2, 0b100, LEN as u64, &[][..]), (1, 0b1100, 1000, &[7][..])] {
+        let (tell, told) = channel();
+        let region = there.registry.register(Arc::new(Told(memory, tell)), Access::ReadWrite).unwrap();
+        there.transport.register(&region).unwrap();
+        let token = there.registry.standing_grant(region.id).unwrap().unwrap().token;
+        let id = region.id;
+        drop(region);
+        let mut request = header(kind, flags, len);
+        request[16..24].copy_from_slice(&memory.address().to_le_bytes());
+        request[32..48].copy_from_slice(&token.to_wire());
+        let mut socket = TcpStream::connect(("127.0.0.1", there.port())).unwrap();
+        socket.set_read_timeout(Some(PATIENCE)).unwrap();
+        socket.write_all(&[claiming(kind.into(), 3_600_000), request, more.to_vec()].concat()).unwrap();
+        if kind == 2 {
+            // Longer than a welcome.
+            socket.read_exact(&mut [0; 4096]).unwrap();
+        } else {
+            while posthorse_testkit::memory::read(&memory, 0, 1) != more {
+                std::thread::yield_now();
+            }
+        }
+        let deadline = Deadline::after(PATIENCE);
+        there.transport.unregister(id, deadline).unwrap();
+        there.registry.unregister(id, deadline).unwrap();
+        told.recv_timeout(PATIENCE).expect("the memory is free");
+        drop(socket);
+    }
 }
