@@ -183,6 +183,11 @@ impl Transport for TcpTransport {
         for path in &paths {
             path.core.take_down(&error, false);
         }
+        // Nor do those that were disconnected wait for a confirmation any more.
+        let leaving = self.leaving.lock().clone();
+        for lane in leaving {
+            lane.core.take_down(&error, false);
+        }
         running.stop();
         self.leaving.lock().retain(|lane| !lane.has_ended());
     }

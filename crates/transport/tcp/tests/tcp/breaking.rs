@@ -263,6 +263,29 @@ fn memory_is_held_until_the_lanes_of_a_disconnected_path_have_ended() {
 }
 
 #[test]
+fn stopping_waits_for_no_confirmation_that_a_disconnected_path_wanted() {
+    // Neither end gives up within the time of this test.
+    let patient = TcpConfig { connect_timeout_ms: 3_600_000, ..lively(3_600_000) };
+    let there = Node::with("there:1", patient.clone(), hello());
+    let here = Node::with("here:1", patient, hello());
+    let relay = Relay::to(there.port());
+    let path = here.connect(&relay.instead_of(&there.desc));
+    let memory = Memory::new(64);
+    let (_, token) = there.publish(memory, Access::ReadWrite);
+    relay.silence_for_ever();
+    let slice = write(memory.part(0, 64), memory.address(), token);
+    here.submit_all(path, &[slice]);
+    here.transport.disconnect(path);
+    let (tell, told) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        here.transport.stop();
+        tell.send(here.events.error(slice.token)).unwrap();
+    });
+    let error = told.recv_timeout(PATIENCE).expect("a transport that stops");
+    assert_eq!(error, (ErrorKind::Flushed, FarEnd::Unconfirmed));
+}
+
+#[test]
 fn paths_that_were_disconnected_are_forgotten() {
     let (here, there) = (Node::new("here:1"), Node::new("there:1"));
     let come_and_go = || here.transport.disconnect(here.connect(&there.desc));
