@@ -184,6 +184,9 @@ impl Response {
         let [kind, flags, code0, code1, len0, len1, len2, len3, ..] = *bytes;
         let len = u64::from(u32::from_le_bytes([len0, len1, len2, len3]));
         let id = get(bytes, 8);
+        if bytes[24..].iter().any(|byte| *byte != 0) {
+            return Err(malformed("a reserved byte of a response", 1, "0"));
+        }
         match kind {
             ACK => Ok(Self::Ack { id }),
             NACK => {
@@ -338,6 +341,19 @@ mod tests {
         #[test]
         fn responses_round_trip(response in response()) {
             prop_assert_eq!(Response::decode(&response.encode()).unwrap(), response);
+        }
+
+        #[test]
+        fn a_reserved_byte_that_is_not_zero_is_refused(
+            request in request(),
+            response in response(),
+            of_request in prop_oneof![2_usize..8, 56..REQUEST_BYTES],
+            of_response in 24..RESPONSE_BYTES,
+        ) {
+            let (mut request, mut response) = (request.encode(), response.encode());
+            (request[of_request], response[of_response]) = (1, 1);
+            prop_assert_eq!(Request::decode(&request).unwrap_err().kind(), ErrorKind::Malformed);
+            prop_assert_eq!(Response::decode(&response).unwrap_err().kind(), ErrorKind::Malformed);
         }
 
         #[test]
