@@ -1,14 +1,14 @@
 //! One client of the owner: what it touches, and whether it still can.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use rustix::event::{PollFd, PollFlags, poll};
-use rustix::fs::Timespec;
+use rustix::event::PollFlags;
 use rustix::net::{Shutdown, shutdown};
 
 use crate::slots::ClientSlots;
+use crate::sys::is_ready;
 use crate::table::Key;
 
 /// See the module's documentation.
@@ -60,10 +60,4 @@ impl Client {
     pub(crate) fn holds(&self, key: Key) -> bool {
         self.slots.holds(key) && !self.has_died()
     }
-}
-
-fn is_ready(fd: impl AsFd, what: PollFlags) -> bool {
-    let mut asked = [PollFd::new(&fd, what)];
-    let ready = poll(&mut asked, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
-    ready.is_ok() && asked.iter().any(|fd| fd.revents().intersects(what | PollFlags::HUP))
 }

@@ -15,7 +15,6 @@ use posthorse_core::{
 };
 use rustix::io::Errno;
 use rustix::net::{Shutdown, shutdown};
-use rustix::process::Pid;
 
 use crate::copiers::{Arrival, Copiers, Lent};
 use crate::jobs::{Push, failure, success};
@@ -25,6 +24,7 @@ use crate::rendezvous::reactor::{Reactor, Source, SourceId};
 use crate::rendezvous::socket::{Packet, PacketBuffer, send};
 use crate::rendezvous::wire::{MAX_NOTIFICATION, MapRequest, RegionReply, Request, ToClient, encode_notify};
 use crate::slots::Slots;
+use crate::sys::Process;
 use crate::table::{PeerHash, PeerTable};
 
 /// What a thread counts for that does nothing but report, in [`Link::inside`].
@@ -41,7 +41,7 @@ pub(crate) struct Met {
     pub(crate) table: PeerTable,
     pub(crate) slots: Arc<Slots>,
     /// The process, where its memory can be reached by `process_vm`; else why not.
-    pub(crate) process: Result<Pid>,
+    pub(crate) process: Result<Process>,
 }
 
 /// What a path works with.
@@ -436,8 +436,8 @@ impl Link {
                 let (request, lent) = (reply.request, Ok(Lent { reply, offset, file, answer }));
                 self.around.copiers.arrived(Arrival { link: Arc::clone(self), request, lent });
             }
-            (None, None, Ok(pid)) => {
-                self.arrived(reply.request, answer, Ok(RemoteRegion::in_process(&reply, *pid)));
+            (None, None, Ok(process)) => {
+                self.arrived(reply.request, answer, Ok(RemoteRegion::in_process(&reply, process.clone())));
             }
             (None, None, Err(error)) => {
                 self.refuse(

@@ -4,10 +4,9 @@ use std::os::fd::OwnedFd;
 
 use posthorse_core::{Checksum, Error, ErrorKind, HostView, Opcode, Region, Result, View};
 use posthorse_memory::{MappedFile, page_size};
-use rustix::process::Pid;
 
 use crate::rendezvous::wire::RegionReply;
-use crate::sys::{Direction, process_vm, same_bytes};
+use crate::sys::{Direction, Process, process_vm, same_bytes};
 
 /// Sampled checksums compare this many bytes at each place.
 const SAMPLE: usize = 64;
@@ -32,7 +31,7 @@ enum Reach {
         /// Where in the mapping the region starts: mappings start at a page.
         skip: usize,
     },
-    Process(Pid),
+    Process(Process),
 }
 
 impl RemoteRegion {
@@ -52,8 +51,8 @@ impl RemoteRegion {
     }
 
     /// Memory without a file, reached through its process.
-    pub(crate) const fn in_process(reply: &RegionReply, pid: Pid) -> Self {
-        Self { address: reply.address, len: reply.len, reach: Reach::Process(pid) }
+    pub(crate) const fn in_process(reply: &RegionReply, process: Process) -> Self {
+        Self { address: reply.address, len: reply.len, reach: Reach::Process(process) }
     }
 
     /// Whether it can be written.
@@ -130,7 +129,7 @@ impl RemoteRegion {
         total: u64,
     ) -> Result<()> {
         let len = local.len() as u64;
-        match self.reach {
+        match &self.reach {
             Reach::Mapped { .. } => {
                 let remote = self.view(address, len)?;
                 let (from, to) = match opcode {
@@ -146,14 +145,14 @@ impl RemoteRegion {
                     Ok(unsafe { same_bytes(part, theirs) })
                 })
             }
-            Reach::Process(pid) => {
+            Reach::Process(process) => {
                 self.offset(address, len)?;
                 let direction = match opcode {
                     Opcode::Write => Direction::ToPeer,
                     Opcode::Read => Direction::FromPeer,
                 };
                 // SAFETY: the caller's promise.
-                unsafe { process_vm(pid, local, address, direction) }?;
+                unsafe { process_vm(process, local, address, direction) }?;
                 let mut scratch = [0; READ_BACK];
                 let scratch = HostView::of_mut(&mut scratch);
                 self.compare(checksum, local, |part, offset| {
@@ -163,7 +162,7 @@ impl RemoteRegion {
                         let (ours, theirs) = (part.slice(done, len)?, scratch.slice(0, len)?);
                         let at = address + (offset + done) as u64;
                         // SAFETY: the array outlives the call and has no other user.
-                        unsafe { process_vm(pid, theirs, at, Direction::FromPeer) }?;
+                        unsafe { process_vm(process, theirs, at, Direction::FromPeer) }?;
                         // SAFETY: as above, and ours by the caller's promise.
                         if !unsafe { same_bytes(ours, theirs) } {
                             return Ok(false);
@@ -302,7 +301,9 @@ mod tests {
         let theirs = vec![7_u8; 40000];
         let address = HostView::of(&theirs).address();
         let reply = RegionReply { address, offset: None, ..reply(40000, false) };
-        let remote = RemoteRegion::in_process(&reply, rustix::process::getpid());
+        let pid = rustix::process::getpid();
+        let pidfd = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).unwrap();
+        let remote = RemoteRegion::in_process(&reply, Process { pid, pidfd: pidfd.into() });
         let mut ours = vec![0_u8; 40000];
         let local = HostView::of_mut(&mut ours);
         for checksum in [Checksum::Full, Checksum::Sampled] {

@@ -2,8 +2,11 @@
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::sync::Arc;
 
 use posthorse_core::{Error, ErrorKind, HostView, Result};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::fs::Timespec;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 /// Who is at the other end of a Unix socket, as the kernel says.
@@ -65,6 +68,20 @@ pub(crate) fn peer_pidfd(socket: impl AsFd, credentials: Credentials) -> Result<
     pidfd_open(pid, PidfdFlags::empty()).map_err(|error| Error::os("pidfd_open", &error.into()))
 }
 
+/// Whether one of these events is there now, or the other end has gone.
+pub(crate) fn is_ready(fd: impl AsFd, what: PollFlags) -> bool {
+    let mut asked = [PollFd::new(&fd, what)];
+    let ready = poll(&mut asked, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
+    ready.is_ok() && asked.iter().any(|fd| fd.revents().intersects(what | PollFlags::HUP))
+}
+
+/// A process: by its number, which may pass to another once it has ended, and by its pidfd, which says whether it has.
+#[derive(Debug, Clone)]
+pub(crate) struct Process {
+    pub(crate) pid: Pid,
+    pub(crate) pidfd: Arc<OwnedFd>,
+}
+
 /// Which way [`process_vm`] copies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Direction {
@@ -77,16 +94,25 @@ pub(crate) enum Direction {
 /// # Safety
 /// `local` is alive, and readable or (from the peer) writable; nobody uses it meanwhile in a way that Rust
 /// forbids beside this.
-pub(crate) unsafe fn process_vm(pid: Pid, local: HostView, remote: u64, direction: Direction) -> Result<()> {
+pub(crate) unsafe fn process_vm(
+    process: &Process,
+    local: HostView,
+    remote: u64,
+    direction: Direction,
+) -> Result<()> {
     let mut done = 0;
     while done < local.len() {
+        // Its number may be another's by now, if we were stopped for a while.
+        if is_ready(&process.pidfd, PollFlags::IN) {
+            return Err(process_is_gone());
+        }
         let ours =
             libc::iovec { iov_base: local.as_ptr().wrapping_add(done).cast(), iov_len: local.len() - done };
         let theirs = libc::iovec {
             iov_base: std::ptr::without_provenance_mut(remote.wrapping_add(done as u64) as usize),
             iov_len: local.len() - done,
         };
-        let pid = pid.as_raw_pid();
+        let pid = process.pid.as_raw_pid();
         let moved = match direction {
             // SAFETY: the caller's promise for our end; the kernel checks the other.
             Direction::FromPeer => unsafe {
@@ -111,9 +137,13 @@ pub(crate) unsafe fn process_vm(pid: Pid, local: HostView, remote: u64, directio
     Ok(())
 }
 
+fn process_is_gone() -> Error {
+    Error::new(ErrorKind::PeerGone, "the peer's process is gone")
+}
+
 fn process_vm_refusal(error: &io::Error) -> Error {
     match error.raw_os_error() {
-        Some(libc::ESRCH) => Error::new(ErrorKind::PeerGone, "the peer's process is gone"),
+        Some(libc::ESRCH) => process_is_gone(),
         Some(libc::EPERM) => Error::new(ErrorKind::Unsupported, "the kernel does not let us copy from the peer's process")
             .with_advice(
                 "register memory that is a sealed memfd, or allow ptrace between the two (kernel.yama.ptrace_scope, \
@@ -149,6 +179,11 @@ mod tests {
         peer_pidfd(&one, credentials).unwrap();
     }
 
+    fn ourselves() -> Process {
+        let pid = getpid();
+        Process { pid, pidfd: pidfd_open(pid, PidfdFlags::empty()).unwrap().into() }
+    }
+
     #[test]
     fn process_vm_reaches_this_process_and_names_one_that_is_gone() {
         let source = [1_u8, 2, 3, 4];
@@ -156,15 +191,20 @@ mod tests {
         let remote = HostView::of(&source).address();
         let view = HostView::of_mut(&mut copy);
         // SAFETY: the arrays are alive and unused meanwhile.
-        unsafe { process_vm(getpid(), view, remote, Direction::FromPeer) }.unwrap();
+        unsafe { process_vm(&ourselves(), view, remote, Direction::FromPeer) }.unwrap();
         assert_eq!(copy, source);
 
         let mut child = std::process::Command::new("true").spawn().unwrap();
         let pid = Pid::from_child(&child);
+        let ended = Process { pid, pidfd: pidfd_open(pid, PidfdFlags::empty()).unwrap().into() };
         child.wait().unwrap();
-        let view = HostView::of_mut(&mut copy);
-        // SAFETY: as above.
-        let error = unsafe { process_vm(pid, view, remote, Direction::FromPeer) }.unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::PeerGone);
+        // Also when its number has passed to another, such as this one.
+        for process in [ended.clone(), Process { pid: getpid(), ..ended }] {
+            let mut copy = [0_u8; 4];
+            let view = HostView::of_mut(&mut copy);
+            // SAFETY: as above.
+            let error = unsafe { process_vm(&process, view, remote, Direction::FromPeer) }.unwrap_err();
+            assert_eq!((error.kind(), copy), (ErrorKind::PeerGone, [0; 4]));
+        }
     }
 }

@@ -14,7 +14,6 @@ use posthorse_core::{
 };
 use posthorse_memory::ForkGuard;
 use rustix::io::Errno;
-use rustix::process::Pid;
 use serde_json::{Value, json};
 
 use crate::config::ShmConfig;
@@ -30,7 +29,7 @@ use crate::rendezvous::socket::{Listener, Packet, PacketBuffer, check_user, conn
 use crate::rendezvous::wire::{ClientHello, Request, ToClient, Welcome};
 use crate::rendezvous::{Published, check_host_ids};
 use crate::slots::Slots;
-use crate::sys::{Credentials, Direction, peer_credentials, peer_pidfd, process_vm};
+use crate::sys::{Credentials, Direction, Process, peer_credentials, peer_pidfd, process_vm};
 use crate::table::{PeerHash, PeerTable};
 
 const NAME: &str = "shm";
@@ -167,7 +166,7 @@ impl ShmTransport {
             me: PeerHash::of(&running.context.name),
             table: PeerTable::map(table, welcome.grants)?,
             slots: Arc::new(Slots::map(slots)?),
-            process: self.probe(credentials, &welcome),
+            process: self.probe(credentials, &pidfd, &welcome),
             socket,
         };
         Ok((met, pidfd))
@@ -195,7 +194,7 @@ impl ShmTransport {
     }
 
     /// Whether the peer's memory can be reached by `process_vm`: tried, as no rule says it for sure.
-    fn probe(&self, credentials: Credentials, welcome: &Welcome) -> Result<Pid> {
+    fn probe(&self, credentials: Credentials, pidfd: &OwnedFd, welcome: &Welcome) -> Result<Process> {
         let unsupported = |why: &str| Error::new(ErrorKind::Unsupported, why.to_owned());
         if !self.config.process_vm {
             return Err(unsupported("process_vm_readv/writev is turned off by the configuration"));
@@ -203,14 +202,16 @@ impl ShmTransport {
         let pid = credentials.pid.ok_or_else(|| {
             unsupported("the peer is in another PID namespace, so that process_vm cannot name it")
         })?;
+        let pidfd = pidfd.try_clone().map_err(|error| Error::os("dup of a pidfd", &error))?;
+        let process = Process { pid, pidfd: Arc::new(pidfd) };
         let mut found = [0_u8; 8];
         let view = HostView::of_mut(&mut found);
         // SAFETY: the array outlives the call and has no other user.
-        unsafe { process_vm(pid, view, welcome.probe_address, Direction::FromPeer) }?;
+        unsafe { process_vm(&process, view, welcome.probe_address, Direction::FromPeer) }?;
         if u64::from_ne_bytes(found) != welcome.probe_value {
             return Err(unsupported("the process that process_vm reached is not the peer"));
         }
-        Ok(pid)
+        Ok(process)
     }
 
     fn give_up(&self, path: PathId, error: &Error) {
