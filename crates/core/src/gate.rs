@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::deadline::Deadline;
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::id::GrantToken;
 use crate::memory::{Access, Region, View};
 
@@ -43,18 +43,33 @@ pub trait Gate: fmt::Debug + Send + Sync {
 #[derive(Debug, Clone)]
 pub struct Admission {
     view: View,
+    access: Access,
     usage: Arc<Usage>,
 }
 
 impl Admission {
-    /// An admission to `view`, which lies within the region of `usage`.
-    pub const fn new(view: View, usage: Arc<Usage>) -> Self {
-        Self { view, usage }
+    /// Admits to `len` bytes at `offset` of the region of `usage`, for this kind of access. Whatever
+    /// gate gives it, it is to memory that is there: who touches that need not trust the gate.
+    ///
+    /// # Errors
+    /// `OutOfBounds` when they leave the region; `AccessDenied` for writes to one that is not writable.
+    pub fn new(usage: Arc<Usage>, offset: u64, len: u64, access: Access) -> Result<Self> {
+        let region = usage.region();
+        if access.allows(Access::Write) && !region.writable() {
+            return Err(Error::new(ErrorKind::AccessDenied, "the region is not writable"));
+        }
+        let view = region.view().slice(offset, len)?;
+        Ok(Self { view, access, usage })
     }
 
-    /// The memory, to be touched only while inside.
+    /// The memory, to be touched only while inside, and only as [`Admission::access`] says.
     pub const fn view(&self) -> View {
         self.view
+    }
+
+    /// What was admitted.
+    pub const fn access(&self) -> Access {
+        self.access
     }
 
     /// Whether the owner has closed the memory. Whoever finds it so drops the admission, which keeps the region alive.
@@ -199,7 +214,6 @@ mod tests {
     use std::thread;
 
     use super::*;
-    use crate::error::ErrorKind;
     use crate::memory::HostView;
 
     #[derive(Debug)]
@@ -214,6 +228,35 @@ mod tests {
 
     fn usage() -> Arc<Usage> {
         Arc::new(Usage::new(Arc::new(Nothing)))
+    }
+
+    #[test]
+    fn there_is_no_admission_to_what_the_region_does_not_have() {
+        #[derive(Debug)]
+        struct ReadOnly([u8; 8]);
+
+        // SAFETY: the bytes are never written to, and stay where they are in the `Arc`.
+        unsafe impl Region for ReadOnly {
+            fn view(&self) -> View {
+                View::Host(HostView::of(&self.0))
+            }
+
+            fn writable(&self) -> bool {
+                false
+            }
+        }
+
+        let usage = Arc::new(Usage::new(Arc::new(ReadOnly([0; 8]))));
+        let admit = |offset, len, access| Admission::new(Arc::clone(&usage), offset, len, access);
+        let admission = admit(2, 6, Access::Read).unwrap();
+        assert_eq!(admission.view().address(), usage.region().view().address() + 2);
+        assert_eq!((admission.view().len(), admission.access()), (6, Access::Read));
+        for (offset, len) in [(3, 6), (9, 0), (u64::MAX, 2)] {
+            assert_eq!(admit(offset, len, Access::Read).unwrap_err().kind(), ErrorKind::OutOfBounds);
+        }
+        for access in [Access::Write, Access::ReadWrite] {
+            assert_eq!(admit(0, 8, access).unwrap_err().kind(), ErrorKind::AccessDenied);
+        }
     }
 
     #[test]

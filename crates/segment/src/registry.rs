@@ -364,7 +364,8 @@ impl Gate for Registry {
             Some(token) => tables.grants.admit(claim, token)?,
             None => tables.admit_tokenless(claim)?,
         };
-        Ok(Admission::new(grant.view.slice(offset, claim.len)?, Arc::clone(&grant.usage)))
+        let start = grant.view.address() - grant.usage.region().view().address();
+        Admission::new(Arc::clone(&grant.usage), start + offset, claim.len, claim.access)
     }
 }
 

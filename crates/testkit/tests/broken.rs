@@ -202,13 +202,11 @@ impl Gate for BrokenGate {
         match (self.defect, admission) {
             (Defect::RemembersAdmissions, Ok(admission)) => {
                 self.admitted.lock().unwrap().insert(claim.address, admission.view());
-                // A usage of its own, which nobody closes.
-                let usage = Usage::new(Arc::new(Borrowed(admission.view())));
-                Ok(Admission::new(admission.view(), Arc::new(usage)))
+                admit_for_ever(admission.view(), claim)
             }
             (Defect::RemembersAdmissions, Err(error)) => {
                 let view = *self.admitted.lock().unwrap().get(&claim.address).ok_or(error)?;
-                Ok(Admission::new(view, Arc::new(Usage::new(Arc::new(Borrowed(view))))))
+                admit_for_ever(view, claim)
             }
             (Defect::AsksNobody, Err(error)) => {
                 let mapped = std::fs::read_to_string("/proc/self/maps").unwrap();
@@ -223,9 +221,7 @@ impl Gate for BrokenGate {
                 }
                 let base =
                     std::ptr::NonNull::new(std::ptr::with_exposed_provenance_mut(claim.address as usize));
-                let view = HostView::new(base.unwrap(), claim.len as usize);
-                let view = View::Host(view);
-                Ok(Admission::new(view, Arc::new(Usage::new(Arc::new(Borrowed(view))))))
+                admit_for_ever(View::Host(HostView::new(base.unwrap(), claim.len as usize)), claim)
             }
             (_, admission) => admission,
         }
@@ -241,6 +237,11 @@ unsafe impl Region for Borrowed {
     fn view(&self) -> View {
         self.0
     }
+}
+
+/// By a usage of its own, which nobody closes.
+fn admit_for_ever(view: View, claim: &Claim<'_>) -> Result<Admission> {
+    Admission::new(Arc::new(Usage::new(Arc::new(Borrowed(view)))), 0, view.len(), claim.access)
 }
 
 fn passes(defect: Defect, name: &str) -> bool {

@@ -27,6 +27,9 @@ pub(super) fn carry_out(slice: &Slice, own: &Endpoint, peer: &Endpoint, down: &A
         access,
     };
     let admission = peer.context.gate.admit(&claim)?;
+    if !admission.access().allows(access) {
+        return Err(Error::new(ErrorKind::AccessDenied, "the gate admitted something else"));
+    }
     let remote = admission.view().host().ok_or_else(unsupported)?;
     let mut offset = 0;
     while offset < local.len() {

@@ -106,6 +106,7 @@ impl Owner {
         let view = region.region.view().host().ok_or_else(|| {
             Error::new(ErrorKind::Unsupported, "shared memory moves host memory only, and this is a device's")
         })?;
+        refuse_writes_to_read_only(&*region.region, region.access)?;
         let owned = Owned { region: Arc::clone(&region.region), view, access: region.access, closing: false };
         match self.state.lock().regions.entry(region.id) {
             std::collections::hash_map::Entry::Occupied(_) => {
@@ -161,6 +162,7 @@ impl Owner {
                 ),
             ));
         }
+        refuse_writes_to_read_only(&*owned.region, desc.access)?;
         if let Some(before) = state.grants.get(&index_of(desc.token)) {
             return Err(Error::new(
                 ErrorKind::Busy,
@@ -270,6 +272,15 @@ impl State {
     fn open_region(&self, id: RegionId) -> Result<&Owned> {
         self.regions.get(&id).filter(|owned| !owned.closing).ok_or_else(|| not_registered(id))
     }
+}
+
+/// A peer writes past this process, which cannot stop it there.
+fn refuse_writes_to_read_only(region: &dyn Region, access: Access) -> Result<()> {
+    if access.allows(Access::Write) && !region.writable() {
+        let value = format_args!("{access:?} of a region that is not writable");
+        return Err(Error::invalid_argument("access", value, "None, Read"));
+    }
+    Ok(())
 }
 
 pub(crate) fn not_registered(id: RegionId) -> Error {

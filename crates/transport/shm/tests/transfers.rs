@@ -12,9 +12,11 @@ use std::time::Duration;
 
 use common::{Node, config, pattern, slice, soon};
 use posthorse_core::{
-    Access, Checksum, Deadline, DeviceEvent, DeviceView, ErrorKind, FarEnd, GrantToken, HostView, Level,
-    Location, Opcode, PathState, Slice, Transport, View,
+    Access, Attributes, Checksum, Deadline, DeviceEvent, DeviceView, ErrorKind, FarEnd, Grant, GrantDesc,
+    GrantToken, HostView, Level, Location, Opcode, PathState, Region, RegionId, RegisteredRegion, Slice,
+    Transport, View,
 };
+use posthorse_memory::ForeignMemory;
 use posthorse_shm::ShmConfig;
 
 #[test]
@@ -104,6 +106,26 @@ fn a_read_only_region_is_not_mapped_writable_until_a_grant_says_so() {
     let write = b.grant_all(&region, Access::Write);
     a.run(path, slice(1, Opcode::Write, local, &write, 8)).unwrap();
     a.run(path, slice(1, Opcode::Read, local, &read, 0)).unwrap();
+}
+
+#[test]
+fn what_is_not_writable_is_not_offered_for_writing() {
+    let a = Node::new("a:1");
+    let region: Arc<dyn Region> = Arc::new(ForeignMemory::shared(pattern(64, 1).into()));
+    let register = |access| {
+        let registered = RegisteredRegion { id: RegionId(1000), region: Arc::clone(&region), access };
+        a.transport.register(&registered)
+    };
+    assert_eq!(register(Access::ReadWrite).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    register(Access::Read).unwrap();
+    let grant = |access| {
+        let token = GrantToken { handle: 1, secret: 2 };
+        let (region, address) = (RegionId(1000), region.view().address());
+        let desc = GrantDesc { region, address, len: 64, access, token, attributes: Attributes::new() };
+        a.transport.grant(&Grant { desc: &desc, peer: None })
+    };
+    assert_eq!(grant(Access::Write).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    grant(Access::Read).unwrap();
 }
 
 #[test]

@@ -144,7 +144,7 @@ mod tests {
     use std::os::unix::net::UnixStream;
     use std::sync::Arc;
 
-    use posthorse_core::{Region, Usage, View};
+    use posthorse_core::{Access, Region, Usage, View};
 
     use super::*;
 
@@ -183,7 +183,7 @@ mod tests {
             let (view, usage) = leaked(len);
             // SAFETY: the vector is alive.
             let value = unsafe { checksum::of(HostView::of(&bytes), Checksum::Full) };
-            let place = Place::Admitted(view, Admission::new(View::Host(view), usage));
+            let place = Place::Admitted(view, Admission::new(usage, 0, len as u64, Access::Write).unwrap());
             let mut placement = Placement::new(place, len, Sum { mode: Checksum::Full, value });
             let mut intake = Intake::new();
             pump(&mut placement, &b, &mut intake);
@@ -203,7 +203,8 @@ mod tests {
     fn not_a_byte_is_placed_after_the_owner_closed_the_memory() {
         let (mut a, b) = UnixStream::pair().unwrap();
         let (view, usage) = leaked(100_000);
-        let place = Place::Admitted(view, Admission::new(View::Host(view), Arc::clone(&usage)));
+        let place =
+            Place::Admitted(view, Admission::new(Arc::clone(&usage), 0, 100_000, Access::Write).unwrap());
         let mut placement = Placement::new(place, 100_000, Sum::NONE);
         let mut intake = Intake::new();
         a.write_all(&[1; 40_000]).unwrap();

@@ -584,6 +584,9 @@ fn admit(
     access: Access,
 ) -> Result<(HostView, Admission)> {
     let admission = context.gate.admit(&Claim { peer, token, address, len, access })?;
+    if !admission.access().allows(access) {
+        return Err(Error::new(ErrorKind::AccessDenied, format!("the gate did not admit a {access:?}")));
+    }
     let view = admission.view().host().filter(|view| view.len() as u64 == len).ok_or_else(|| {
         Error::new(ErrorKind::Unsupported, "the memory is not host memory, which is all that TCP moves")
     })?;
