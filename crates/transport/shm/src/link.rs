@@ -81,6 +81,8 @@ struct Pending {
 #[derive(Debug)]
 struct Asked {
     since: Instant,
+    /// How many ticks ago.
+    ticks: u32,
     /// By which answer it is being mapped.
     answer: Option<u64>,
 }
@@ -462,7 +464,7 @@ impl Pending {
         if self.asked.contains_key(&wanted) {
             return false;
         }
-        self.asked.insert(wanted, Asked { since: Instant::now(), answer: None });
+        self.asked.insert(wanted, Asked { since: Instant::now(), ticks: 0, answer: None });
         true
     }
 
@@ -472,6 +474,19 @@ impl Pending {
         self.answers += 1;
         asked.answer = Some(self.answers);
         asked.answer
+    }
+
+    /// Time has passed: which requests were to be answered by now?
+    fn tick(&mut self, now: Instant, liveness: Duration) -> Vec<MapRequest> {
+        let mut late = Vec::new();
+        for (wanted, asked) in &mut self.asked {
+            asked.ticks += 1;
+            // Counted in ticks too: after our own process was stopped, the clock alone would accuse the peer.
+            if asked.ticks > 2 && now.saturating_duration_since(asked.since) >= liveness {
+                late.push(*wanted);
+            }
+        }
+        late
     }
 
     fn take_waiters(&mut self, which: impl Fn(&MapRequest) -> bool) -> Vec<SyncSender<Result<()>>> {
@@ -509,12 +524,7 @@ impl Source for Link {
     }
 
     fn tick(self: Arc<Self>) {
-        let now = Instant::now();
-        let late: Vec<_> = {
-            let pending = self.pending.lock();
-            let silent = |asked: &Asked| now.saturating_duration_since(asked.since) >= self.around.liveness;
-            pending.asked.iter().filter(|(_, asked)| silent(asked)).map(|(wanted, _)| *wanted).collect()
-        };
+        let late = self.pending.lock().tick(Instant::now(), self.around.liveness);
         for wanted in late {
             self.refuse(wanted, &Deadline::exceeded("the peer to lend a region").with_peer(&*self.met.peer));
         }
@@ -525,5 +535,23 @@ impl Source for Link {
 impl fmt::Debug for Link {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Link").field("id", &self.id).field("peer", &self.met.peer).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_is_late_only_when_its_answer_was_looked_for() {
+        let liveness = Duration::from_secs(3);
+        let wanted = MapRequest { region: RegionId(1), write: true };
+        let mut pending = Pending::default();
+        assert!(pending.ask(wanted));
+        // This process was stopped for a minute.
+        let later = Instant::now() + Duration::from_secs(60);
+        assert_eq!(pending.tick(later, liveness), []);
+        assert_eq!(pending.tick(later, liveness), []);
+        assert_eq!(pending.tick(later, liveness), [wanted]);
     }
 }
