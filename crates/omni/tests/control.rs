@@ -531,6 +531,35 @@ fn send(stream: &mut TcpStream, request: &Request) {
 }
 
 #[test]
+fn connections_to_peers_that_are_never_asked_again_are_closed_though_no_other_answers() {
+    let cache_timeout = Duration::from_millis(1);
+    let plane = ControlPlane::start(ControlLimits { cache_timeout, ..ControlLimits::default() }).unwrap();
+    let peer = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = peer.local_addr().unwrap().to_string();
+    let answering = thread::spawn(move || {
+        let (mut stream, _) = peer.accept().unwrap();
+        raw(&mut stream, "ROUTER");
+        let mut header = [0; 4];
+        stream.read_exact(&mut header).unwrap();
+        stream.read_exact(&mut vec![0; header[3].into()]).unwrap();
+        stream.write_all(&[1, 0, 0, 2, b'o', b'k']).unwrap();
+        stream
+    });
+    let dialer = plane.dialer();
+    let ping = || Request::Ping.encode().unwrap();
+    assert_eq!(dialer.request_blocking(&address, ping(), SOON.into()).unwrap(), b"ok");
+    let mut stream = answering.join().unwrap();
+    stream.set_nonblocking(true).unwrap();
+    // Its port is closed: nobody answers there.
+    let until = Instant::now() + SOON;
+    while stream.read(&mut [0]).is_err() {
+        assert!(Instant::now() < until, "the connection is kept");
+        dialer.request_blocking(&address, ping(), SOON.into()).unwrap_err();
+    }
+    plane.close(SOON.into()).unwrap();
+}
+
+#[test]
 fn unfinished_messages_share_a_bound_and_hold_up_no_other() {
     const LONGEST: usize = 64 << 10;
     let limits =

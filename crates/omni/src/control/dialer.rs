@@ -3,14 +3,16 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::future::Future;
-use std::mem;
+use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::task::{Context, Poll};
 use std::time::Duration;
+use std::{io, mem};
 
 use posthorse_core::{Deadline, Error, ErrorKind, Result};
+use rustix::io::Errno;
 use tokio::net::{TcpStream, lookup_host};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::JoinHandle;
@@ -277,20 +279,38 @@ impl Shared {
     }
 
     fn keep(&self, address: &Arc<str>, link: Link) {
+        self.forget(false);
+        if let Some(known) = self.addresses().get_mut(address) {
+            known.idle.push((link, Instant::now()));
+        }
+    }
+
+    /// Closes kept connections whose time is over, or all. All addresses are looked through: those that are never asked
+    /// again, too.
+    fn forget(&self, all: bool) {
         let (now, timeout) = (Instant::now(), self.plane.inner.limits.cache_timeout);
-        let mut addresses = self.addresses();
-        // The oldest stand first. All addresses are looked through: those that are never asked again, too.
-        for known in addresses.values_mut() {
-            if known.idle.first().is_some_and(|(_, since)| now.duration_since(*since) >= timeout) {
-                known.idle.retain(|(_, since)| now.duration_since(*since) < timeout);
+        for known in self.addresses().values_mut() {
+            // The oldest stand first.
+            if all || known.idle.first().is_some_and(|(_, since)| now.duration_since(*since) >= timeout) {
+                known.idle.retain(|(_, since)| !all && now.duration_since(*since) < timeout);
             }
         }
-        if let Some(known) = addresses.get_mut(address) {
-            known.idle.push((link, now));
+    }
+
+    /// Connects; if the system has no descriptor left, in place of the connections that are kept.
+    async fn reach(&self, to: SocketAddr) -> io::Result<TcpStream> {
+        match TcpStream::connect(to).await {
+            Err(error) if matches!(Errno::from_io_error(&error), Some(Errno::MFILE | Errno::NFILE)) => {
+                self.forget(true);
+                TcpStream::connect(to).await
+            }
+            reached => reached,
         }
     }
 
     async fn connect(&self, address: &str) -> Result<Link> {
+        // Where none is answered any more, none is kept either.
+        self.forget(false);
         let limits = &self.plane.inner.limits;
         let end = Instant::now() + limits.connect_timeout;
         let unreachable = |why: &dyn fmt::Display| {
@@ -301,7 +321,7 @@ impl Shared {
             let found = lookup_host(address).await.map_err(|e| unreachable(&e))?;
             let mut last = unreachable(&"the name has no address");
             for candidate in found {
-                match TcpStream::connect(candidate).await {
+                match self.reach(candidate).await {
                     Ok(stream) => return Ok(stream),
                     Err(error) => last = unreachable(&error),
                 }
