@@ -348,20 +348,13 @@ impl<P: Clone> Offers<P> {
     pub fn reserve(&mut self, pull: &PullId, now: Instant) {
         let Some(claim) = self.claims.get_mut(pull) else { return };
         claim.in_flight = false;
-        if let Some(due) = claim.due.take() {
-            self.timers.remove(due);
-        }
-        claim.due = Some(self.timers.add(now + self.limits.reservation, Timer::Claim(pull.clone())));
+        self.set_due(pull, now + self.limits.reservation);
     }
 
     /// All is written for a claim. Its consumer has to say that it has it, or that it is still there: what it says may be
     /// lost, or the consumer be gone.
     pub fn written(&mut self, pull: &PullId, now: Instant) {
-        let Some(claim) = self.claims.get_mut(pull) else { return };
-        if let Some(due) = claim.due.take() {
-            self.timers.remove(due);
-        }
-        claim.due = Some(self.timers.add(now + self.limits.lease, Timer::Claim(pull.clone())));
+        self.set_due(pull, now + self.limits.lease);
     }
 
     /// Ends a claim: nothing touches the payload for it any more. `Done` counts as served; `Failed` gives the place
@@ -391,11 +384,10 @@ impl<P: Clone> Offers<P> {
 
     /// Says that a consumer is still at it. Returns whether it has such a claim.
     pub fn renew(&mut self, pull: &PullId, now: Instant) -> bool {
-        let Some(claim) = self.claims.get_mut(pull) else { return false };
-        if let Some(due) = claim.due.take() {
-            self.timers.remove(due);
+        let Some(claim) = self.claims.get(pull) else { return false };
+        if claim.due.is_some() {
             let span = if claim.in_flight { self.limits.lease } else { self.limits.reservation };
-            claim.due = Some(self.timers.add(now + span, Timer::Claim(pull.clone())));
+            self.set_due(pull, now + span);
         }
         true
     }
@@ -547,6 +539,14 @@ impl<P: Clone> Offers<P> {
         let due = Some(self.timers.add(now + span, Timer::Claim(pull.clone())));
         self.claims.insert(pull, Claim { key, in_flight, due });
         Some(found)
+    }
+
+    fn set_due(&mut self, pull: &PullId, at: Instant) {
+        let Some(claim) = self.claims.get_mut(pull) else { return };
+        let due = self.timers.add(at, Timer::Claim(pull.clone()));
+        if let Some(earlier) = claim.due.replace(due) {
+            self.timers.remove(earlier);
+        }
     }
 
     fn install(&mut self, key: Arc<str>, next: Next<P>, now: Instant) {
