@@ -262,12 +262,17 @@ impl ConnectorConfig {
             ..EngineConfig::default()
         };
         let mut config = config.liveness_ms(self.liveness_ms);
+        let devices: Vec<String> = self.devices().map(str::to_owned).collect();
         if let Ok(address) = self.host.trim_matches(['[', ']']).parse::<IpAddr>()
             && !address.is_unspecified()
         {
-            config = config.bind(address);
+            if devices.is_empty() {
+                config = config.bind(address);
+            } else {
+                // Where tcp listens, the devices say.
+                config.handshake.bind = vec![address];
+            }
         }
-        let devices: Vec<String> = self.devices().map(str::to_owned).collect();
         if devices.is_empty() {
             return Ok(config);
         }

@@ -227,7 +227,8 @@ fn own_engine(config: &ConnectorConfig) -> Result<TransferEngine> {
         ErrorKind::InvalidConfig if !config.device_name.is_empty() => {
             error.context(format_args!("device_name is {:?}", config.device_name))
         }
-        _ => error,
+        // It listens where the connector does.
+        _ => config.not_bound(error),
     })?;
     let installed = engine.transports();
     config.check_carrier(&installed.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>())?;
