@@ -294,11 +294,16 @@ fn roles_are_kept() {
 
 #[test]
 fn a_get_can_be_awaited() {
-    let pair = Pair::by("shm");
-    pair.put("k", b"async");
-    let (edge, options) = (edge(), GetOptions::until(soon()));
-    let got = pollster::block_on(pair.receiver.get_async(&edge, "k", options)).unwrap();
-    assert_eq!(got.bytes().unwrap(), b"async");
+    for (transport, lease) in [("shm", false), ("shm", true), ("tcp", false)] {
+        let pair = Pair::by(transport);
+        pair.put("k", b"async");
+        let (edge, options) = (edge(), GetOptions { lease, ..GetOptions::until(soon()) });
+        let got = pollster::block_on(pair.receiver.get_async(&edge, "k", options)).unwrap();
+        assert_eq!(got.bytes().unwrap(), b"async");
+        drop(got);
+        eventually("the end of the offer", || pair.sender.health().offers.offers == 0);
+        pair.assert_whole();
+    }
 }
 
 #[test]

@@ -6,11 +6,12 @@ use std::time::{Duration, Instant};
 
 use posthorse_buffer::{ManagedBuffer, ReceiveSlot};
 use posthorse_core::{
-    Access, Checksum, Deadline, Error, ErrorKind, GrantDesc, Incarnation, Opcode, Priority, RemoteRange,
-    Result, Route, TransferRequest,
+    Deadline, Error, ErrorKind, GrantDesc, Incarnation, Opcode, Priority, RemoteRange, Result, Route,
+    TransferRequest,
 };
-use posthorse_engine::{Grant, LeasedMemory, Precedence, Segment, SubmitOptions};
+use posthorse_engine::{LeasedMemory, Precedence, Segment, SubmitOptions};
 
+use super::claim::{Claim, Granted};
 use super::lease::{self, Lease, Renewal};
 use super::put::Ticket;
 use super::received::Received;
@@ -199,25 +200,15 @@ impl Inner {
     }
 
     /// Asks until it is known how the payload comes, then has it come; on threads kept for what blocks, if the
-    /// caller must not.
+    /// caller must not. Where this fails or is dropped, the payload stays for another get.
     pub(super) async fn get(self: &Arc<Self>, get: Get, blocking: Blocking) -> Result<Received> {
         // A producer that was found on another host need not prepare a read.
         let known = self.same_host.lock().get(&get.address).copied();
         let mut want = if known == Some(false) { Want::Write } else { Want::Read };
         let mut get = Arc::new(get);
         loop {
-            let (size, offered) = self.query(&get, want).await?;
-            let offered = *offered.ok_or_else(|| {
-                Error::new(ErrorKind::Unsupported, "the producer is a foreign connector")
-                    .with_peer(get.address.as_str())
-            })?;
-            let (inner, task) = (Arc::clone(self), Arc::clone(&get));
-            let fetch = move || inner.fetch(&task, want, size, &offered);
-            let fetched = match blocking {
-                Blocking::Here => fetch(),
-                Blocking::Elsewhere => self.plane.run_blocking(fetch).await?,
-            };
-            let fetched = match fetched {
+            let (claim, size, offered) = self.query(&get, want).await?;
+            let fetched = match self.fetch(claim, size, offered, blocking).await {
                 Ok(fetched) => fetched,
                 Err(error) => return Err(self.ended_by_producer(&get, error).await),
             };
@@ -232,49 +223,103 @@ impl Inner {
     }
 
     /// Has a payload come that the producer keeps for this get. `None` when it has to be asked again, to write it.
-    fn fetch(
+    async fn fetch(
         self: &Arc<Self>,
-        get: &Get,
-        want: Want,
+        mut claim: Claim,
         size: u64,
-        offered: &Offered,
+        offered: Offered,
+        blocking: Blocking,
     ) -> Result<Option<Received>> {
+        let get = Arc::clone(&claim.get);
         // What cannot be read the producer writes, for the same claim.
-        let want = if offered.grant.is_none() { Want::Write } else { want };
+        if offered.grant.is_none() {
+            claim.want = Want::Write;
+        }
         // Room, a connection and the bytes may take longer than the producer keeps a place for a silent consumer.
         let every = lease::renewal(Duration::from_millis(self.config.liveness_ms), offered.liveness_ms);
         let renewal = Renewal::new(self, &get.address, &get.pull, every);
-        let opened = get.check_put(offered).and_then(|()| offered.manifest.check(size)).and_then(|()| {
-            self.engine.open_life(&offered.segment, offered.incarnation, self.connect_deadline(get))
-        });
-        let routed = opened.and_then(|segment| {
-            Ok((segment, self.route_with(offered.transport.as_deref(), Precedence::Ours)?))
-        });
-        let (segment, route) = routed.inspect_err(|_| self.give_up(get, want))?;
+        get.check_put(&offered)?;
+        offered.manifest.check(size)?;
+        let segment = self.open_producer(&get, &offered, blocking).await?;
+        let route = self.route_with(offered.transport.as_deref(), Precedence::Ours)?;
         let transport = self.engine.best_transport(&segment, route);
         let same_host = transport.as_ref().is_some_and(|(_, capabilities)| capabilities.same_host_only);
         let transport = transport.map_or_else(String::new, |(name, _)| name);
         self.remember(&get.address, same_host);
-        if let (true, Want::Read, true, Some(grant)) = (get.lease, want, same_host, &offered.grant)
-            && let Some(region) =
-                self.lease(&segment, route, grant).inspect_err(|_| self.give_up(get, Want::Read))?
-        {
-            let lease = Lease::new(region, renewal);
-            return Received::leased(lease, size, offered.manifest.clone(), transport).map(Some);
+        if let (true, Want::Read, true, Some(grant)) = (get.lease, claim.want, same_host, &offered.grant) {
+            let (inner, segment, grant) = (Arc::clone(self), segment.clone(), grant.clone());
+            let lease = move || inner.lease(&segment, route, &grant);
+            let memory = self.blocking(blocking, get.deadline, "the producer's memory", lease).await??;
+            if let Some(memory) = memory {
+                // How it ends the producer learns of the lease.
+                claim.end();
+                let lease = Lease::new(memory, renewal);
+                return Received::leased(lease, size, offered.manifest, transport).map(Some);
+            }
         }
-        let received = match (want, same_host, &offered.grant) {
+        let buffer = match (claim.want, same_host, &offered.grant) {
             (Want::Read, true, Some(grant)) => {
-                self.read(get, size, offered, grant, (&segment, route), transport)
+                let slot = self.room(size, get.deadline, blocking).await?.into_slot();
+                let request = TransferRequest {
+                    opcode: Opcode::Read,
+                    local: self.pool_range.advanced(slot.offset()),
+                    remote: RemoteRange {
+                        segment: segment.id(),
+                        address: grant.address,
+                        token: Some(grant.token),
+                    },
+                    len: size,
+                    priority: Priority::Medium,
+                    route,
+                    group: 0,
+                };
+                let checksum = self.config.checksum.max(offered.checksum);
+                let options = SubmitOptions { deadline: get.deadline, checksum };
+                let inner = Arc::clone(self);
+                let read = move || inner.read(slot, request, options);
+                self.blocking(blocking, get.deadline, "the payload's bytes", read).await??
             }
             (Want::Read, ..) => {
                 // Heard before the next query, which would find the place taken.
                 let close = closing(&get.pull, Outcome::Failed).encode()?;
-                self.teller.request_blocking(&get.address, close, self.connect_deadline(get))?;
+                self.teller.request(&get.address, close, self.connect_deadline(&get)).await?;
+                claim.end();
                 return Ok(None);
             }
-            (Want::Write, ..) => self.pull(get, size, offered, transport),
+            (Want::Write, ..) => return self.pull(claim, size, offered, transport, blocking).await.map(Some),
         };
-        received.map(Some)
+        claim.done();
+        Received::own(buffer, size, offered.manifest, transport).map(Some)
+    }
+
+    /// Does what blocks here, if the caller may, else on a thread kept for that.
+    async fn blocking<T: Send + 'static>(
+        &self,
+        blocking: Blocking,
+        deadline: Deadline,
+        what: &'static str,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T> {
+        match blocking {
+            Blocking::Here => Ok(work()),
+            Blocking::Elsewhere => self.plane.run_blocking(deadline, what, work).await,
+        }
+    }
+
+    /// The producer's segment, connected.
+    async fn open_producer(
+        self: &Arc<Self>,
+        get: &Arc<Get>,
+        offered: &Offered,
+        blocking: Blocking,
+    ) -> Result<Segment> {
+        if let Some(segment) = self.engine.opened(&offered.segment, offered.incarnation) {
+            return Ok(segment);
+        }
+        let (inner, task) = (Arc::clone(self), Arc::clone(get));
+        let (name, incarnation) = (offered.segment.clone(), offered.incarnation);
+        let open = move || inner.engine.open_life(&name, incarnation, inner.connect_deadline(&task));
+        self.blocking(blocking, get.deadline, "a path to the producer", open).await?
     }
 
     /// The producer's memory, to be read in place. `None` where the transport has no such thing, and it is copied.
@@ -322,7 +367,7 @@ impl Inner {
         get.deadline.min(Deadline::after(Duration::from_millis(self.config.liveness_ms)))
     }
 
-    async fn query(&self, get: &Get, want: Want) -> Result<(u64, Option<Box<Offered>>)> {
+    async fn query(self: &Arc<Self>, get: &Arc<Get>, want: Want) -> Result<(Claim, u64, Offered)> {
         let wait_ms = match get.deadline.remaining(Instant::now()) {
             _ if !get.wait_for_offer => 0,
             None => u64::MAX,
@@ -340,16 +385,24 @@ impl Inner {
                 want,
             }),
         });
-        let reply = get.asker.request(&get.address, request.encode()?, self.reply_deadline(get)).await;
-        let reply = reply.inspect_err(|_| self.give_up(get, want))?;
-        match QueryReply::decode(&get.key, &reply)? {
-            QueryReply::Offer { data_size, offered, .. } => Ok((data_size, offered)),
-            QueryReply::NotFound => {
-                Err(Error::new(ErrorKind::NotFound, format!("{:?} is not offered", get.key))
-                    .with_peer(get.address.as_str()))
+        let request = request.encode()?;
+        let claim = Claim::new(self, get, want);
+        let reply = get.asker.request(&get.address, request, self.reply_deadline(get)).await?;
+        let error = match QueryReply::decode(&get.key, &reply)? {
+            QueryReply::Offer { data_size, offered: Some(offered), .. } => {
+                return Ok((claim, data_size, *offered));
             }
-            QueryReply::Refused(refusal) => Err(refusal.to_error(&get.address)),
-        }
+            QueryReply::Offer { offered: None, .. } => {
+                Error::new(ErrorKind::Unsupported, "the producer is a foreign connector")
+                    .with_peer(get.address.as_str())
+            }
+            QueryReply::NotFound => Error::new(ErrorKind::NotFound, format!("{:?} is not offered", get.key))
+                .with_peer(get.address.as_str()),
+            QueryReply::Refused(refusal) => refusal.to_error(&get.address),
+        };
+        // It keeps no place.
+        claim.end();
+        Err(error)
     }
 
     /// A get that does not wait still lets the producer answer.
@@ -359,58 +412,32 @@ impl Inner {
 
     /// Reads the producer's memory into a block of our own.
     fn read(
-        self: &Arc<Self>,
-        get: &Get,
-        size: u64,
-        offered: &Offered,
-        grant: &GrantDesc,
-        from: (&Segment, Route),
-        transport: String,
-    ) -> Result<Received> {
-        let checksum = self.config.checksum.max(offered.checksum);
-        let outcome = self.read_into_pool(get, size, grant, from, checksum);
-        let done = if outcome.is_ok() { Outcome::Done } else { Outcome::Failed };
-        self.close(&get.address, &get.pull, done);
-        Received::own(outcome?, size, offered.manifest.clone(), transport)
-    }
-
-    fn read_into_pool(
         &self,
-        get: &Get,
-        size: u64,
-        grant: &GrantDesc,
-        (segment, route): (&Segment, Route),
-        checksum: Checksum,
+        slot: ReceiveSlot,
+        request: TransferRequest,
+        options: SubmitOptions,
     ) -> Result<ManagedBuffer> {
-        let slot = self.alloc(size, get.deadline)?.into_slot();
-        let request = TransferRequest {
-            opcode: Opcode::Read,
-            local: self.pool_range.advanced(slot.offset()),
-            remote: RemoteRange { segment: segment.id(), address: grant.address, token: Some(grant.token) },
-            len: size,
-            priority: Priority::Medium,
-            route,
-            group: 0,
-        };
         let mut batch = self.engine.batch();
-        batch.submit(&[request], SubmitOptions { deadline: get.deadline, checksum })?;
+        batch.submit(&[request], options)?;
         // The slot is not touched after this, whatever the outcome: the engine fences before it reports.
         batch.wait(Deadline::NEVER)?;
         slot.into_buffer()
     }
 
     /// Grants a slot to the producer and has it written.
-    fn pull(
+    async fn pull(
         self: &Arc<Self>,
-        get: &Get,
+        claim: Claim,
         size: u64,
-        offered: &Offered,
+        offered: Offered,
         transport: String,
+        blocking: Blocking,
     ) -> Result<Received> {
-        let prepared = self.prepare_slot(get, size, offered);
-        let (mut slot, mut grant, request) = prepared.inspect_err(|_| self.give_up(get, Want::Write))?;
-        let granted = slot.grant(Some(grant.desc().token))?;
-        let reply = get.dialer.request_blocking(&get.address, request, get.deadline);
+        let get = Arc::clone(&claim.get);
+        let room = self.room(size, get.deadline, blocking).await?;
+        let granted = Granted::new(self, room, &offered.segment)?;
+        let request = self.pull_request(&get, size, &offered, &granted)?;
+        let reply = get.dialer.request(&get.address, request, get.deadline).await;
         let outcome = reply.and_then(|reply| match PullReply::decode(&reply)? {
             PullReply::Done(Some(bytes)) if bytes == size => Ok(()),
             PullReply::Done(Some(bytes)) => Err(Error::new(
@@ -423,35 +450,22 @@ impl Inner {
             PullReply::Failed => Err(Error::new(ErrorKind::PeerRefused, "the producer's transfer failed")),
             PullReply::Refused(refusal) => Err(refusal.to_error(&get.address)),
         });
-        if outcome.is_err() {
-            self.give_up(get, Want::Write);
-        }
+        // A producer that is still at it stops when it is told.
+        let claim = outcome.is_ok().then_some(claim);
         // Whoever was to write cannot any more when this is done: only then is the slot ours again.
-        let fence = Deadline::after(Duration::from_millis(self.config.liveness_ms));
-        match grant.revoke(fence) {
-            Ok(()) => {
-                slot.fill(granted)?;
-                let buffer = slot.into_buffer()?;
-                outcome?;
-                self.close(&get.address, &get.pull, Outcome::Done);
-                Received::own(buffer, size, offered.manifest.clone(), transport)
-            }
-            Err(error) => {
-                if outcome.is_ok() {
-                    self.give_up(get, Want::Write);
-                }
-                let withdrawn = slot.withdraw()?;
-                self.fencing.lock().push((grant, withdrawn));
-                self.timer.arm(Instant::now());
-                outcome.and(Err(error))
-            }
+        let end = move || granted.end();
+        let ended = self.blocking(blocking, get.deadline, "the end of the producer's grant", end).await;
+        outcome?;
+        let buffer = ended??;
+        if let Some(claim) = claim {
+            claim.done();
         }
+        Received::own(buffer, size, offered.manifest, transport)
     }
 
-    /// A slot, the grant of it, and the request that asks the producer to write there.
-    fn prepare_slot(&self, get: &Get, size: u64, offered: &Offered) -> Result<(ReceiveSlot, Grant, Vec<u8>)> {
-        let slot = self.alloc(size, get.deadline)?.into_slot();
-        let grant = self.memory()?.grant(slot.offset(), size, Access::Write, Some(&offered.segment))?;
+    /// The request that asks the producer to write into a slot.
+    fn pull_request(&self, get: &Get, size: u64, offered: &Offered, granted: &Granted) -> Result<Vec<u8>> {
+        let (slot, grant) = granted.parts()?;
         let left = get.deadline.remaining(Instant::now());
         let (host, port) = self.engine_address();
         let request = Request::Pull(Pull {
@@ -472,11 +486,11 @@ impl Inner {
                 transport: self.transport_preference(),
             }),
         });
-        Ok((slot, grant, request.encode()?))
+        request.encode()
     }
 
     /// Tells the producer that a get has ended without its payload. It is told once, and in the background.
-    fn give_up(&self, get: &Get, want: Want) {
+    pub(super) fn give_up(&self, get: &Get, want: Want) {
         match want {
             Want::Read => self.close(&get.address, &get.pull, Outcome::Failed),
             Want::Write => {
@@ -541,17 +555,18 @@ mod tests {
     use crate::connector::tests::{Pair, edge, eventually, soon};
 
     /// A get whose payload was written, and that has not said so.
-    fn written(pair: &Pair, key: &str) -> Get {
+    fn written(pair: &Pair, key: &str) -> Arc<Get> {
         let inner = pair.receiver.inner();
-        let get = inner.begin_get(&edge(), key, GetOptions::until(soon()), true).unwrap();
-        let (size, offered) = block_on(inner.query(&get, Want::Write)).unwrap();
-        let offered = offered.unwrap();
-        let (mut slot, mut grant, request) = inner.prepare_slot(&get, size, &offered).unwrap();
-        let granted = slot.grant(Some(grant.desc().token)).unwrap();
+        let get = Arc::new(inner.begin_get(&edge(), key, GetOptions::until(soon()), true).unwrap());
+        let (claim, size, offered) = block_on(inner.query(&get, Want::Write)).unwrap();
+        // It is the test that tells of its end.
+        claim.end();
+        let room = inner.alloc(size, soon()).unwrap();
+        let granted = Granted::new(inner, room, &offered.segment).unwrap();
+        let request = inner.pull_request(&get, size, &offered, &granted).unwrap();
         let reply = get.dialer.request_blocking(&get.address, request, soon()).unwrap();
         assert_eq!(PullReply::decode(&reply).unwrap(), PullReply::Done(Some(size)));
-        grant.revoke(soon()).unwrap();
-        slot.fill(granted).unwrap();
+        granted.end().unwrap();
         get
     }
 

@@ -1,6 +1,9 @@
 //! Moves payloads into and out of the pool: the one copy that a payload from elsewhere costs.
 
+use std::future::{Future, poll_fn};
 use std::iter;
+use std::pin::Pin;
+use std::task::Poll;
 
 use bytes::Bytes;
 use posthorse_buffer::ManagedBuffer;
@@ -8,15 +11,37 @@ use posthorse_core::{Deadline, Error, ErrorKind, Result};
 use posthorse_memory::CopyPool;
 
 use super::Inner;
+use super::get::Blocking;
 use super::stored::{LEAST_SHARED, Piece, Place, Stored};
 use crate::payload::{Manifest, NamedTensor, TensorData, TensorSet};
 
 impl Inner {
     /// A block of the pool. An empty payload takes the smallest, since no block is empty.
     pub(super) fn alloc(&self, len: u64, deadline: Deadline) -> Result<ManagedBuffer> {
-        self.pool.alloc(len.max(1), deadline).map_err(|error| {
-            error.context(format_args!("room for {len} bytes in this connector's pool (memory_pool_size)"))
-        })
+        self.pool.alloc(len.max(1), deadline).map_err(|error| no_room(error, len))
+    }
+
+    /// As [`Inner::alloc`], for a get that is awaited: no thread waits with it where it must not block.
+    pub(super) async fn room(
+        &self,
+        len: u64,
+        deadline: Deadline,
+        blocking: Blocking,
+    ) -> Result<ManagedBuffer> {
+        if matches!(blocking, Blocking::Elsewhere) {
+            let mut alloc = self.pool.alloc_async(len.max(1));
+            // Mostly there is room at once.
+            let served = match poll_fn(|context| Poll::Ready(Pin::new(&mut alloc).poll(context))).await {
+                Poll::Ready(served) => Ok(served),
+                Poll::Pending => self.plane.within(deadline, "room in the pool", alloc).await,
+            };
+            match served {
+                // Asked once more below, which says how much is free.
+                Err(error) if error.kind() == ErrorKind::DeadlineExceeded => {}
+                served => return served?.map_err(|error| no_room(error, len)),
+            }
+        }
+        self.alloc(len, deadline)
     }
 
     /// A block that holds a copy of `bytes`.
@@ -79,6 +104,10 @@ impl Inner {
         });
         source.ok().map(|source| Piece { len: bytes.len() as u64, place: Place::Source(source) })
     }
+}
+
+fn no_room(error: Error, len: u64) -> Error {
+    error.context(format_args!("room for {len} bytes in this connector's pool (memory_pool_size)"))
 }
 
 /// The bytes of a block from `offset` on.

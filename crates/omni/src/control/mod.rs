@@ -23,10 +23,8 @@ pub(crate) mod zmtp;
 
 use std::borrow::Cow;
 use std::fmt;
-use std::future::poll_fn;
 use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::mpsc as std_mpsc;
 use std::thread::{self, ThreadId};
@@ -36,13 +34,17 @@ use posthorse_core::{AtWork, Deadline, Error, ErrorKind, Result};
 use posthorse_engine::descriptors;
 use posthorse_memory::ForkGuard;
 use tokio::runtime::{Builder, Handle};
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{Semaphore, mpsc, watch};
 
 pub use dialer::{Dialer, Exchange};
 pub use limits::ControlLimits;
 pub use listener::{Listener, Peer, Responder, Service};
 use task::Task;
 
+/// Threads for names that have to be resolved, and for what blocks in awaited gets.
+const BLOCKING_THREADS: usize = 80;
+/// How many of them gets may have: a name is resolved whatever they wait for.
+const BLOCKING_TURNS: usize = 64;
 /// How long a thread that blocks stays without work: a century.
 const FOR_EVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 /// How long connections may take to flush their last replies when the control plane closes.
@@ -61,6 +63,8 @@ struct Inner {
     handle: Handle,
     thread: ThreadId,
     fork: Arc<ForkGuard>,
+    /// Of the threads that block.
+    turns: Arc<Semaphore>,
     stop: watch::Sender<bool>,
     /// Held by every task; the last one to let go ends the flush at closing.
     alive: mpsc::WeakSender<()>,
@@ -77,8 +81,7 @@ impl ControlPlane {
         let fork = Arc::new(ForkGuard::new()?);
         let runtime = Builder::new_current_thread()
             .enable_all()
-            // For names that have to be resolved, and for what awaited gets copy.
-            .max_blocking_threads(64)
+            .max_blocking_threads(BLOCKING_THREADS)
             .thread_keep_alive(FOR_EVER)
             .thread_name("omni-blocking")
             .build()
@@ -110,7 +113,8 @@ impl ControlPlane {
             .map_err(|e| Error::os("starting the thread omni-control", &e))?;
         let thread = thread.thread().id();
         let ended = std::sync::Mutex::new(ended);
-        Ok(Self { inner: Arc::new(Inner { limits, handle, thread, fork, stop, alive: weak, ended }) })
+        let turns = Arc::new(Semaphore::new(BLOCKING_TURNS));
+        Ok(Self { inner: Arc::new(Inner { limits, handle, thread, fork, turns, stop, alive: weak, ended }) })
     }
 
     /// Binds `address` (`host:port`, port 0 for any) and serves it.
@@ -181,22 +185,27 @@ impl ControlPlane {
         Task::new(&self.inner.fork, self.inner.handle.spawn(waiting)).await
     }
 
-    /// Does something that blocks on a thread kept for that.
+    /// Does something that blocks on a thread kept for that, when it is its turn. Begun, it goes on whether it is waited
+    /// for or not, and what it results in is dropped then; not begun, it is dropped itself.
     ///
     /// # Errors
-    /// `Closed`; `Forked`.
+    /// `DeadlineExceeded`, naming `what` was waited for; `Closed`; `Forked`.
     pub(crate) async fn run_blocking<T: Send + 'static>(
         &self,
+        deadline: Deadline,
+        what: &'static str,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T> {
-        self.check_here()?;
-        // Once begun it goes on, whether it is waited for or not.
-        let mut work = self.inner.handle.spawn_blocking(work);
-        let waiting = poll_fn(|context| {
-            self.check_here()?;
-            Pin::new(&mut work).poll(context).map_err(|_| closed())
-        });
-        waiting.await
+        let (handle, turns) = (self.inner.handle.clone(), Arc::clone(&self.inner.turns));
+        let run = async move {
+            let turn = turns.acquire_owned().await.map_err(|_| closed())?;
+            let work = handle.spawn_blocking(move || {
+                let _turn = turn;
+                work()
+            });
+            work.await.map_err(|_| closed())
+        };
+        self.within(deadline, what, run).await?
     }
 
     /// Ends every listener, connection and exchange, and the thread. Replies given before go out, if their peers
@@ -287,4 +296,51 @@ async fn until(stopped: &mut watch::Receiver<bool>) {
 
 fn closed() -> Error {
     Error::new(ErrorKind::Closed, "the control plane is closed")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::pin::pin;
+    use std::sync::Mutex;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::task::{Context, Waker};
+
+    use pollster::block_on;
+
+    use super::*;
+
+    #[test]
+    fn what_blocks_waits_for_its_turn_until_its_deadline_and_leaves_threads_for_names() {
+        let plane = ControlPlane::start(ControlLimits::default()).unwrap();
+        let (go, may_go) = std_mpsc::channel::<()>();
+        let shared = Arc::new((Mutex::new(may_go), AtomicUsize::new(0)));
+        let job = |_| {
+            let shared = Arc::clone(&shared);
+            Box::pin(plane.run_blocking(Deadline::NEVER, "the test", move || {
+                shared.1.fetch_add(1, Ordering::SeqCst);
+                let _ = shared.0.lock().unwrap().recv();
+            }))
+        };
+        let mut jobs: Vec<_> = (0..BLOCKING_TURNS).map(job).collect();
+        for job in &mut jobs {
+            assert!(job.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+        }
+        while shared.1.load(Ordering::SeqCst) < BLOCKING_TURNS {
+            thread::yield_now();
+        }
+        let held = Arc::new(());
+        let work = Arc::clone(&held);
+        let soon = Deadline::after(Duration::from_millis(10));
+        let late = block_on(plane.run_blocking(soon, "a turn", move || drop(work))).unwrap_err();
+        assert_eq!(late.kind(), ErrorKind::DeadlineExceeded);
+        assert_eq!(Arc::strong_count(&held), 1, "it is dropped");
+        let lookup = plane.within(Deadline::after(Duration::from_secs(20)), "a name", async {
+            tokio::net::lookup_host("localhost:1").await.map(Iterator::count)
+        });
+        assert!(block_on(pin!(lookup)).unwrap().unwrap() > 0);
+        drop(go);
+        for job in jobs {
+            block_on(job).unwrap();
+        }
+    }
 }
