@@ -38,8 +38,11 @@ impl ForkGuard {
         let word = NonNull::new(base.cast::<AtomicU32>())
             .ok_or_else(|| Error::new(ErrorKind::Internal, "the kernel mapped memory at address zero"))?;
         let guard = Self { word };
-        // SAFETY: the page was mapped above; the advice changes nothing in this process.
-        unsafe { madvise(base, GUARD_BYTES, Advice::LinuxWipeOnFork) }.map_err(refused)?;
+        // Miri knows neither the advice nor fork.
+        if !cfg!(miri) {
+            // SAFETY: the page was mapped above; the advice changes nothing in this process.
+            unsafe { madvise(base, GUARD_BYTES, Advice::LinuxWipeOnFork) }.map_err(refused)?;
+        }
         guard.word().store(1, Ordering::Relaxed);
         Ok(guard)
     }
@@ -68,7 +71,6 @@ impl Drop for ForkGuard {
     }
 }
 
-// Miri knows neither the advice nor fork.
 #[cfg(all(test, not(miri)))]
 mod tests {
     use super::*;

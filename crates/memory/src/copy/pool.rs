@@ -3,7 +3,6 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::mem;
-use std::process;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 
@@ -13,6 +12,7 @@ use super::chunks::Chunks;
 use super::claims::Claims;
 use super::stream::Stream;
 use super::{CopyPiece, CopyTuning, copy_all, copy_part, total_len};
+use crate::fork::ForkGuard;
 
 /// Copies that wait for helpers at once; the callers of further ones do without help.
 const MAX_JOBS: usize = 64;
@@ -28,7 +28,7 @@ pub struct CopyPool {
     shared: Arc<Shared>,
     helpers: Vec<JoinHandle<()>>,
     tuning: CopyTuning,
-    process: u32,
+    fork: ForkGuard,
 }
 
 #[derive(Default)]
@@ -94,13 +94,13 @@ impl CopyPool {
     /// Starts `helpers` threads, named `copy-0` and so on; with none, copies run on the calling thread alone.
     ///
     /// # Errors
-    /// `Io` when the system refuses a thread.
+    /// `Io` or `LimitReached` when the system refuses a thread or a page of memory.
     pub fn new(helpers: usize) -> Result<Self> {
         let mut pool = Self {
             shared: Arc::default(),
             helpers: Vec::with_capacity(helpers),
             tuning: CopyTuning::default(),
-            process: process::id(),
+            fork: ForkGuard::new()?,
         };
         for index in 0..helpers {
             let shared = pool.shared.clone();
@@ -156,7 +156,7 @@ impl CopyPool {
     pub unsafe fn copy_pieces(&self, pieces: &[CopyPiece]) {
         let total = total_len(pieces);
         let stream = self.tuning.stream(total);
-        if self.helpers.is_empty() || total < self.tuning.share_bytes || self.process != process::id() {
+        if self.helpers.is_empty() || total < self.tuning.share_bytes || self.fork.is_forked() {
             // SAFETY: the caller's promise.
             return unsafe { copy_all(pieces, stream) };
         }
@@ -198,7 +198,7 @@ fn help(shared: &Shared) {
 
 impl Drop for CopyPool {
     fn drop(&mut self) {
-        if self.process != process::id() {
+        if self.fork.is_forked() {
             // The threads did not come along through fork: there is nobody to join.
             mem::forget(mem::take(&mut self.helpers));
             return;
