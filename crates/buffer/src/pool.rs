@@ -7,7 +7,7 @@ use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, MutexGuard};
-use posthorse_core::{Deadline, Error, ErrorKind, GrantToken, Location, Region, Result, View};
+use posthorse_core::{Deadline, Error, ErrorKind, GrantToken, Location, Region, Result, View, wake_all};
 
 use crate::allocator::{Block, DEFAULT_ALIGNMENT, OffsetAllocator};
 use crate::buffer::ManagedBuffer;
@@ -75,6 +75,7 @@ pub(crate) struct Shared {
 #[derive(Debug)]
 struct State {
     allocator: OffsetAllocator,
+    /// Its wakers are called, as they are foreign code, when the lock is let go.
     queue: WaitQueue,
     /// Withdrawn slots, by the generation of their grant.
     fencing: BTreeMap<u64, (Block, SlotState, Instant)>,
@@ -217,7 +218,7 @@ impl Pool {
         state.closed = true;
         let wakers = state.queue.dismiss();
         drop(state);
-        wake(wakers);
+        wake_all(wakers);
     }
 
     /// What is out, what is left, and who waits.
@@ -258,7 +259,7 @@ impl Pool {
         let Some((block, ..)) = state.fencing.remove(&generation) else { return Ok(()) };
         let wakers = state.give_back(block);
         drop(state);
-        wake(wakers);
+        wake_all(wakers);
         Ok(())
     }
 
@@ -270,7 +271,7 @@ impl Pool {
         let count = fencing.len();
         let wakers: Vec<_> = fencing.into_values().flat_map(|(block, ..)| state.give_back(block)).collect();
         drop(state);
-        wake(wakers);
+        wake_all(wakers);
         count
     }
 
@@ -353,14 +354,14 @@ impl Pool {
             None => state.serve(),
         };
         drop(state);
-        wake(wakers);
+        wake_all(wakers);
     }
 
     pub(crate) fn give_back(&self, block: Block) {
         let Ok(mut state) = self.shared.state() else { return };
         let wakers = state.give_back(block);
         drop(state);
-        wake(wakers);
+        wake_all(wakers);
     }
 
     pub(crate) fn give_up(&self, block: Block) {
@@ -453,11 +454,6 @@ impl State {
     fn serve(&mut self) -> Vec<Waker> {
         self.queue.serve(&mut self.allocator)
     }
-}
-
-/// Wakers run foreign code, so they are called with no lock held.
-fn wake(wakers: Vec<Waker>) {
-    wakers.into_iter().for_each(Waker::wake);
 }
 
 fn closed() -> Error {

@@ -14,6 +14,7 @@ mod segment;
 pub mod spin;
 mod transfer;
 mod transport;
+mod wake;
 
 pub use deadline::Deadline;
 pub use device::{DeviceEvent, DeviceMemory};
@@ -34,3 +35,4 @@ pub use transport::{
     Capabilities, Completion, ControlChannel, FarEnd, Grant, Path, PathState, RegisteredRegion, RemoteKey,
     RequestHandler, Slice, SliceError, Transport, TransportContext, TransportEvents,
 };
+pub use wake::wake_all;

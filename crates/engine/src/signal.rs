@@ -4,7 +4,7 @@ use std::fmt;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use posthorse_core::{Deadline, spin};
+use posthorse_core::{Deadline, spin, wake_all};
 
 use sync::{AtomicUsize, Condvar, Mutex, Ordering, fence};
 
@@ -41,7 +41,7 @@ impl Signal {
             std::mem::take(&mut *wakers)
         };
         self.parked.notify_all();
-        wakers.into_iter().for_each(Waker::wake);
+        wake_all(wakers);
     }
 
     /// Waits until `done`: spins for `spin_for`, where that pays, then parks. Says whether it was done by the deadline.

@@ -204,3 +204,26 @@ fn the_waker_of_a_batch_may_end_what_calls_it_on_a_thread_that_connects() {
         batch
     });
 }
+
+#[test]
+fn a_waker_that_panics_harms_nothing_but_its_own_task() {
+    for (transport, inline_bytes) in [("tcp", 0), ("shm", 0)] {
+        let scene = Scene::new(inline_bytes);
+        let mut before = scene.writer().batch();
+        scene.submit(&mut before, transport);
+        before.wait(soon()).unwrap();
+        let (tell, told) = mpsc::channel();
+        let mut batch = scene.batch(move || {
+            tell.send(()).unwrap();
+            panic!("the waker of a test, which panics");
+        });
+        scene.submit(&mut batch, transport);
+        told.recv().unwrap();
+        for _ in 0..10 {
+            let mut after = scene.writer().batch();
+            scene.submit(&mut after, transport);
+            after.wait(soon()).unwrap();
+        }
+        assert_eq!(batch.task(TaskId(1)).unwrap().state, TransferState::Completed);
+    }
+}
