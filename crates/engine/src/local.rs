@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::sync::OnceLock;
 
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 use posthorse_core::{
-    Access, Capabilities, Claim, Completion, Deadline, Error, ErrorKind, FarEnd, Level, Opcode, Path, PathId,
-    PathState, RegionId, RegisteredRegion, Result, SegmentDesc, Slice, SliceError, Transport,
+    Access, AtWork, Capabilities, Claim, Completion, Deadline, Error, ErrorKind, FarEnd, Level, Opcode, Path,
+    PathId, PathState, RegionId, RegisteredRegion, Result, SegmentDesc, Slice, SliceError, Transport,
     TransportContext, View,
 };
 use posthorse_memory::CopyPool;
@@ -20,14 +20,43 @@ const PATH: PathId = PathId(1);
 pub(crate) struct LocalTransport {
     context: OnceLock<TransportContext>,
     copier: Arc<CopyPool>,
-    stopped: Mutex<bool>,
+    calls: Mutex<Calls>,
+    returned: Condvar,
+}
+
+/// The calls that are under way.
+#[derive(Debug, Default)]
+struct Calls {
+    under_way: usize,
+    stopped: bool,
+}
+
+/// A call that is under way, until this is dropped.
+struct Call<'a>(&'a LocalTransport);
+
+impl Drop for Call<'_> {
+    fn drop(&mut self) {
+        self.0.calls.lock().under_way -= 1;
+        self.0.returned.notify_all();
+    }
 }
 
 impl LocalTransport {
     pub(crate) const NAME: &'static str = "local";
 
     pub(crate) fn new(copier: Arc<CopyPool>) -> Self {
-        Self { context: OnceLock::new(), copier, stopped: Mutex::new(false) }
+        Self { context: OnceLock::new(), copier, calls: Mutex::default(), returned: Condvar::new() }
+    }
+
+    /// # Errors
+    /// `Closed` after the stop.
+    fn enter(&self) -> Result<Call<'_>> {
+        let mut calls = self.calls.lock();
+        if calls.stopped {
+            return Err(Error::new(ErrorKind::Closed, "the local transport was stopped"));
+        }
+        calls.under_way += 1;
+        Ok(Call(self))
     }
 
     fn context(&self) -> Result<&TransportContext> {
@@ -93,7 +122,12 @@ impl Transport for LocalTransport {
     }
 
     fn stop(&self) {
-        *self.stopped.lock() = true;
+        let mut calls = self.calls.lock();
+        calls.stopped = true;
+        // From within an event it may be one of these calls that waits.
+        if !AtWork::is_now() {
+            self.returned.wait_while(&mut calls, |calls| calls.under_way > 0);
+        }
     }
 
     fn register(&self, _region: &RegisteredRegion) -> Result<Value> {
@@ -123,9 +157,7 @@ impl Transport for LocalTransport {
 
     unsafe fn submit(&self, _path: PathId, slices: &[Slice]) -> Result<usize> {
         let context = self.context()?;
-        if *self.stopped.lock() {
-            return Err(Error::new(ErrorKind::Closed, "the local transport was stopped"));
-        }
+        let _call = self.enter()?;
         for slice in slices {
             // SAFETY: the caller's promise.
             let outcome = unsafe { self.carry(context, slice) };
@@ -139,6 +171,7 @@ impl Transport for LocalTransport {
 
     fn notify(&self, _path: PathId, token: u64, data: &[u8]) -> Result<()> {
         let context = self.context()?;
+        let _call = self.enter()?;
         let result = context.events.notified(&context.name, data);
         let result =
             result.map(|()| Level::Visible).map_err(|error| SliceError { error, far_end: FarEnd::Quiet });
@@ -149,4 +182,71 @@ impl Transport for LocalTransport {
     fn cancel(&self, _path: PathId, _which: &mut dyn FnMut(u64) -> bool) {}
 
     fn fence(&self, _path: PathId) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::mpsc;
+    use std::thread;
+
+    use posthorse_core::{Features, Hello, Incarnation, TransportEvents};
+    use posthorse_segment::Registry;
+    use posthorse_testkit::ControlHub;
+
+    use super::*;
+
+    /// A message is delivered when it is let.
+    #[derive(Debug)]
+    struct Slow {
+        begun: mpsc::SyncSender<()>,
+        go: Mutex<mpsc::Receiver<()>>,
+        completed: AtomicBool,
+    }
+
+    impl TransportEvents for Slow {
+        fn completed(&self, _completions: &[Completion]) {
+            self.completed.store(true, Ordering::SeqCst);
+        }
+
+        fn writable(&self, _path: PathId) {}
+
+        fn path_changed(&self, _path: PathId, _state: &PathState) {}
+
+        fn notified(&self, _peer: &str, _data: &[u8]) -> Result<()> {
+            self.begun.send(()).unwrap();
+            self.go.lock().recv().unwrap();
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_stop_waits_for_what_is_under_way() {
+        let (begun, has_begun) = mpsc::sync_channel(1);
+        let (go, may_go) = mpsc::channel();
+        let events = Arc::new(Slow { begun, go: Mutex::new(may_go), completed: AtomicBool::new(false) });
+        let local = LocalTransport::new(Arc::new(CopyPool::new(0).unwrap()));
+        let context = TransportContext {
+            name: "a".into(),
+            incarnation: Incarnation(1),
+            hello: Hello::new(Features::NONE, None),
+            gate: Arc::new(Registry::new()),
+            events: Arc::clone(&events) as _,
+            control: ControlHub::new().channel("a"),
+        };
+        local.start(context).unwrap();
+        thread::scope(|scope| {
+            scope.spawn(|| local.notify(PATH, 1, b"x").unwrap());
+            has_begun.recv().unwrap();
+            scope.spawn(|| {
+                local.stop();
+                assert!(events.completed.load(Ordering::SeqCst), "it did not wait");
+            });
+            while !local.calls.lock().stopped {
+                thread::yield_now();
+            }
+            assert_eq!(local.notify(PATH, 2, b"y").unwrap_err().kind(), ErrorKind::Closed);
+            go.send(()).unwrap();
+        });
+    }
 }
