@@ -11,6 +11,7 @@ use posthorse_core::{
 use crate::engine::Inner;
 use crate::path::{PathEntry, Run};
 use crate::peer::{Decision, Peer, Segment};
+use crate::peers::{Asked, Peers};
 use crate::submission::Doom;
 
 impl Inner {
@@ -31,17 +32,23 @@ impl Inner {
         {
             return self.reach(&peer, Route::Auto, deadline).map(|_| Segment { peer });
         }
-        let desc = self.directory.lookup(name, deadline)?;
-        if let (Some(wanted), Some(found)) = (known, desc.incarnation)
-            && wanted != found
-        {
-            return Err(Error::new(
-                ErrorKind::PeerRestarted,
-                format!("the peer's life {wanted} is over; under its name lives {found} now"),
-            )
-            .with_peer(name));
-        }
-        let peer = self.adopt(desc)?;
+        let peer = loop {
+            let asked = Peers::asking();
+            let desc = self.directory.lookup(name, deadline)?;
+            if let (Some(wanted), Some(found)) = (known, desc.incarnation)
+                && wanted != found
+            {
+                return Err(Error::new(
+                    ErrorKind::PeerRestarted,
+                    format!("the peer's life {wanted} is over; under its name lives {found} now"),
+                )
+                .with_peer(name));
+            }
+            // The answer may be of a life that is over, and came late: then it is asked again.
+            if let Some(peer) = self.adopt(desc, asked)? {
+                break peer;
+            }
+        };
         self.reach(&peer, Route::Auto, deadline).map(|_| Segment { peer })
     }
 
@@ -57,23 +64,26 @@ impl Inner {
         }
     }
 
-    /// The peer of a descriptor: the one we know, if it is the same life of it, else a new one.
-    fn adopt(self: &Arc<Self>, desc: SegmentDesc) -> Result<Arc<Peer>> {
+    /// The peer of a descriptor: the one we know, if it is the same life of it, else a new one. `None` where the answer
+    /// of the directory, which was `asked`, may be older than what is known.
+    fn adopt(self: &Arc<Self>, desc: SegmentDesc, asked: Asked) -> Result<Option<Arc<Peer>>> {
         if let Some(theirs) = &desc.hello {
             self.hello.agree(theirs).map_err(|error| error.with_peer(desc.name.as_str()))?;
         }
-        let (peer, old) = self.peers.adopt(
+        let adopted = self.peers.adopt(
             &desc.name,
+            asked,
             |there| there.is_same_life(&desc),
             |id| Peer::new(id, desc.clone(), &self.transports.names()),
         );
+        let Some((peer, old)) = adopted else { return Ok(None) };
         peer.update(&desc, || self.transports.names());
         if let Some(old) = old {
             // Requests against the old life must not reach the new one, whose memory holds something else.
             let error = Error::new(ErrorKind::PeerRestarted, "the peer restarted under its name");
             self.end_peer(&old, error.with_peer(desc.name));
         }
-        Ok(peer)
+        Ok(Some(peer))
     }
 
     /// Ends a life of a peer: what waits for it fails, and its paths are given up.

@@ -129,8 +129,10 @@ impl TransferEngine {
     ) -> Result<Vec<RegisteredMemory>> {
         let memories: Result<Vec<_>> =
             regions.into_iter().map(|region| self.inner().register(region, access)).collect();
-        self.publish(access)?;
-        memories
+        // Where one could not be registered, too: what was registered before it may be published already.
+        let published = self.publish(access);
+        let memories = memories?;
+        published.map(|()| memories)
     }
 
     /// Unregisters several regions, and returns when nothing touches any of them any more. All are given up, also where

@@ -26,6 +26,10 @@ struct Known {
     by_name: HashMap<String, SegmentId>,
 }
 
+/// See [`Peers::asking`].
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Asked(u64);
+
 impl Peers {
     pub(crate) fn by_id(&self, id: SegmentId) -> Option<Arc<Peer>> {
         let known = self.inner.read();
@@ -37,19 +41,29 @@ impl Peers {
         known.by_id.get(known.by_name.get(name)?).cloned()
     }
 
-    /// The peer of this name, if it is the `same`, else a new one; then the one that it replaces is returned too. What is
+    /// The moment before a question to the directory: what is adopted hereafter may be newer than the answer.
+    pub(crate) fn asking() -> Asked {
+        Asked(LAST.load(Ordering::Relaxed))
+    }
+
+    /// The peer of this name, if it is the `same`, else a new one; then the one that it replaces is returned too. `None`
+    /// where another was adopted since the directory was `asked`: which of the two lives is newer, nobody can say. What is
     /// made knows the transports of the time when it is made: no uninstall passes between that and its being found.
     pub(crate) fn adopt(
         &self,
         name: &str,
+        asked: Asked,
         same: impl FnOnce(&Peer) -> bool,
         make: impl FnOnce(SegmentId) -> Peer,
-    ) -> (Arc<Peer>, Option<Arc<Peer>>) {
+    ) -> Option<(Arc<Peer>, Option<Arc<Peer>>)> {
         let mut known = self.inner.write();
         let id = known.by_name.get(name).copied();
         let there = id.and_then(|id| known.by_id.get(&id)).cloned();
         if let Some(there) = there.as_ref().filter(|there| same(there)) {
-            return (Arc::clone(there), None);
+            return Some((Arc::clone(there), None));
+        }
+        if there.as_ref().is_some_and(|there| there.id.0 > asked.0) {
+            return None;
         }
         if let Some(there) = &there {
             known.by_id.remove(&there.id);
@@ -60,7 +74,7 @@ impl Peers {
         let peer = Arc::new(make(id));
         known.by_id.insert(id, Arc::clone(&peer));
         known.by_name.insert(name.to_owned(), id);
-        (peer, there)
+        Some((peer, there))
     }
 
     /// The engine's own segment, which is found by its number alone.
@@ -105,7 +119,9 @@ mod tests {
                 buffers: Vec::new(),
             };
             let same = |there: &Peer| there.is_same_life(&desc);
-            peers.adopt("b", same, |id| Peer::new(id, desc.clone(), &[])).0
+            let (peer, _) =
+                peers.adopt("b", Peers::asking(), same, |id| Peer::new(id, desc.clone(), &[])).unwrap();
+            peer
         };
         let held = adopt(0);
         assert_eq!(adopt(0).id, held.id, "the same life is the same peer");
