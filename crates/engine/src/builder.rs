@@ -10,6 +10,7 @@ use posthorse_core::{
 use posthorse_memory::{CopyPool, ForkGuard};
 use posthorse_segment::{Directory, HandshakeListener, Identity, P2pDirectory, Registry};
 use tokio::runtime::Handle;
+use tokio::sync::Semaphore;
 
 use crate::config::EngineConfig;
 use crate::engine::{Inner, Owner, TransferEngine};
@@ -17,7 +18,7 @@ use crate::environment::{CONNECTOR_PREFIX, Environment, PREFIX};
 use crate::inbox::{ForeignInbox, Inbox};
 use crate::local::LocalTransport;
 use crate::regions::Regions;
-use crate::runtime::ControlRuntime;
+use crate::runtime::{ControlRuntime, WAITING};
 use crate::ticker::{self, Ticker};
 use crate::transports::Transports;
 
@@ -113,6 +114,7 @@ impl EngineBuilder {
             directory,
             control_channel: control,
             runtime: handle,
+            turns: Arc::new(Semaphore::new(WAITING)),
             peers: crate::peers::Peers::default(),
             paths: crate::path::Paths::default(),
             table: crate::table::Table::default(),

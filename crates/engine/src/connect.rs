@@ -136,7 +136,7 @@ impl Inner {
         match peer.begin_connecting(transport) {
             Some(old) => {
                 let (engine, peer) = (Arc::clone(self), Arc::clone(peer));
-                self.control(move || engine.connect_now(&peer, transport, old));
+                self.control_in_turn(move || engine.connect_now(&peer, transport, old));
             }
             // Somebody else is at it, or it was settled meanwhile: then what waits can go.
             None if !peer.is_connecting(transport) => self.relaunch(peer.take_waiting(|_| true)),

@@ -12,6 +12,7 @@ use posthorse_core::{
 };
 use posthorse_memory::ForkGuard;
 use posthorse_segment::{Directory, Registry};
+use tokio::sync::Semaphore;
 
 use crate::batch::{Batch, BatchCore, SubmitOptions};
 use crate::builder::EngineBuilder;
@@ -52,6 +53,8 @@ pub(crate) struct Inner {
     pub(crate) directory: Arc<dyn Directory>,
     pub(crate) control_channel: Arc<dyn ControlChannel>,
     pub(crate) runtime: tokio::runtime::Handle,
+    /// Of the control threads, for what waits for a peer.
+    pub(crate) turns: Arc<Semaphore>,
     pub(crate) peers: Peers,
     pub(crate) paths: Paths,
     pub(crate) table: Table,
@@ -424,6 +427,21 @@ impl Inner {
                 work();
             });
         }
+    }
+
+    /// As [`Inner::control`], for what waits for a peer: in its turn, so that threads are left for what waits for none.
+    pub(crate) fn control_in_turn(self: &Arc<Self>, work: impl FnOnce() + Send + 'static) {
+        if self.is_closed() {
+            return work();
+        }
+        let (engine, turns) = (Arc::clone(self), Arc::clone(&self.turns));
+        self.runtime.spawn(async move {
+            let Ok(turn) = turns.acquire_owned().await else { return };
+            engine.control(move || {
+                let _turn = turn;
+                work();
+            });
+        });
     }
 
     pub(crate) fn install(self: &Arc<Self>, transport: Arc<dyn Transport>) -> Result<TransportId> {

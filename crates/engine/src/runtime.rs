@@ -9,6 +9,10 @@ use parking_lot::Mutex;
 use posthorse_core::{Error, ErrorKind, Result};
 use tokio::runtime::{Handle, Runtime};
 
+/// The threads that block, of which [`WAITING`] wait for peers.
+const BLOCKING: usize = 80;
+/// How many connections are made at once.
+pub(crate) const WAITING: usize = 64;
 /// How long a thread that blocks stays without work: a century.
 const FOR_EVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 
@@ -27,7 +31,7 @@ impl ControlRuntime {
         let started = catch_unwind(|| {
             let runtime = tokio::runtime::Builder::new_multi_thread()
                 .worker_threads(1)
-                .max_blocking_threads(64)
+                .max_blocking_threads(BLOCKING)
                 .thread_keep_alive(FOR_EVER)
                 .thread_name("engine-control")
                 .enable_all()

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use posthorse_core::{
     Access, Completion, Deadline, Error, ErrorKind, FarEnd, Path, PathId, PathState, Result, Route,
-    SliceError, TransferRequest,
+    SegmentDesc, SliceError, TransferRequest,
 };
 use posthorse_engine::{EngineConfig, SubmitOptions, TransferEngine};
 use posthorse_segment::Directory;
@@ -224,6 +224,37 @@ fn a_better_transport_that_hangs_does_not_hold_up_what_another_carries() {
     until("the better transport is taken when it is there", || {
         pair.a.best_transport(&pair.to_b, Route::Auto).unwrap().0 == "better"
     });
+}
+
+#[test]
+fn peers_that_cannot_be_connected_do_not_hold_up_what_takes_another_path() {
+    const GONE: usize = 80;
+    let (go, may_go) = mpsc::channel::<()>();
+    let may_go = Mutex::new(may_go);
+    let (pair, _) = with_better(|hooked| {
+        hooked.connect = Some(Box::new(move |call, _, _| {
+            if call > 0 {
+                // Ends with the test.
+                let _ = may_go.lock().unwrap().recv();
+            }
+            None
+        }));
+        hooked.submit = Some(Box::new(|_, path, _, events| {
+            events.path_changed(path, &PathState::Down(failed()));
+            Some(Err(failed()))
+        }));
+    });
+    // Both ways are there.
+    write(&pair, Route::Require(pair.a.transport_id("memory").unwrap())).unwrap();
+    let of_b = pair.world.directory.lookup("b", soon()).unwrap();
+    for number in 0..GONE {
+        let gone = SegmentDesc { name: format!("gone {number}"), ..of_b.clone() };
+        pair.world.directory.publish(&gone, soon()).unwrap();
+        let error = pair.a.open(&gone.name, Deadline::at(Instant::now())).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::DeadlineExceeded);
+    }
+    write(&pair, Route::Auto).unwrap();
+    drop(go);
 }
 
 #[test]
