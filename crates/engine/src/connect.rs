@@ -1,6 +1,7 @@
 //! How peers are opened and their transports connected.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use posthorse_core::{
@@ -13,6 +14,9 @@ use crate::path::{PathEntry, Run};
 use crate::peer::{Decision, Peer, Segment};
 use crate::peers::{Asked, Peers};
 use crate::submission::Doom;
+
+/// How long a path is down before it is given up: it may come up again.
+const STAYS_DOWN: Duration = Duration::from_secs(1);
 
 impl Inner {
     /// Opens a segment: finds its descriptor, and a first path to it.
@@ -83,6 +87,8 @@ impl Inner {
             let error = Error::new(ErrorKind::PeerRestarted, "the peer restarted under its name");
             self.end_peer(&old, error.with_peer(desc.name));
         }
+        // Those that were held when their paths were given up.
+        drop(self.peers.forget_gone());
         Ok(Some(peer))
     }
 
@@ -97,12 +103,43 @@ impl Inner {
         }
     }
 
-    /// Fences a path and forgets it.
+    /// Fences a path and forgets it, unless that was done before.
     fn give_up(self: &Arc<Self>, path: &Arc<PathEntry>, reason: &Error) {
         let stranded = path.take_down(reason);
-        path.transport.disconnect(path.info.id);
-        self.paths.remove(path);
+        // Before the transport may use its number again.
+        if self.paths.remove(path) {
+            path.transport.disconnect(path.info.id);
+        }
         self.relaunch(stranded);
+    }
+
+    /// Gives up a path that went down, if it stays so, and forgets its peer if nobody needs it: most peers that are gone
+    /// never come back, and what is kept for them would only grow.
+    pub(crate) fn watch(self: &Arc<Self>, path: &Arc<PathEntry>) {
+        if path.watched.swap(true, Ordering::SeqCst) {
+            return;
+        }
+        let (engine, path) = (Arc::downgrade(self), Arc::clone(path));
+        self.runtime.spawn(async move {
+            loop {
+                tokio::time::sleep(STAYS_DOWN).await;
+                if path.is_up() {
+                    path.watched.store(false, Ordering::SeqCst);
+                    // Whoever took it down again just now may have found it watched.
+                    if path.is_up() || path.watched.swap(true, Ordering::SeqCst) {
+                        return;
+                    }
+                } else if path.under_way() == 0 {
+                    break;
+                }
+            }
+            let Some(engine) = engine.upgrade() else { return };
+            let here = Arc::clone(&engine);
+            engine.control(move || {
+                here.give_up(&path, &path.down_error());
+                drop(here.peers.forget_gone());
+            });
+        });
     }
 
     /// Waits until there is a path to the peer for requests with this route. What failed before is tried again.

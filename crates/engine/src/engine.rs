@@ -480,7 +480,9 @@ impl Inner {
         paths.iter().for_each(|path| self.path_down(path, &reason));
         peers.iter().for_each(|peer| self.relaunch(peer.take_waiting(|_| true)));
         transport.stop();
-        paths.iter().for_each(|path| self.paths.remove(path));
+        for path in paths {
+            self.paths.remove(&path);
+        }
     }
 
     pub(crate) fn descriptor(&self) -> SegmentDesc {

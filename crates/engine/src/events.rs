@@ -118,6 +118,7 @@ impl Inner {
     /// A path went down: what waited for it takes another.
     pub(crate) fn path_down(self: &Arc<Self>, path: &Arc<PathEntry>, reason: &Error) {
         let stranded = path.take_down(reason);
+        self.watch(path);
         if let Some(peer) = self.peers.by_id(path.peer) {
             peer.signal.ring();
         }

@@ -29,6 +29,8 @@ pub(crate) struct PathEntry {
     pub(crate) transport: Arc<dyn Transport>,
     pub(crate) info: Path,
     down: AtomicBool,
+    /// Whether a task looks whether it stays down.
+    pub(crate) watched: AtomicBool,
     reason: Mutex<Option<Error>>,
     under_way: AtomicU64,
     queue: Mutex<Queue>,
@@ -98,6 +100,7 @@ impl PathEntry {
             transport,
             info,
             down: AtomicBool::new(reason.is_some()),
+            watched: AtomicBool::new(false),
             reason: Mutex::new(reason),
             under_way: AtomicU64::new(0),
             queue: Mutex::default(),
@@ -284,14 +287,18 @@ impl Paths {
         self.known.read().by_id.get(&(transport, id)).cloned()
     }
 
-    pub(crate) fn remove(&self, entry: &PathEntry) {
+    /// Forgets a path. Says whether it was known.
+    pub(crate) fn remove(&self, entry: &PathEntry) -> bool {
         let mut known = self.known.write();
-        known.by_number.remove(&entry.number);
+        if known.by_number.remove(&entry.number).is_none() {
+            return false;
+        }
         let id = (entry.transport_id, entry.info.id);
         // The transport may have used its own number again.
         if known.by_id.get(&id).is_some_and(|there| there.number == entry.number) {
             known.by_id.remove(&id);
         }
+        true
     }
 
     pub(crate) fn all(&self) -> Vec<Arc<PathEntry>> {

@@ -19,7 +19,8 @@ pub struct Segment {
 }
 
 impl Segment {
-    /// Its number, for requests.
+    /// Its number, for requests, while this or another handle of the segment is held: a peer to which no path is up is
+    /// forgotten when nobody holds it.
     pub fn id(&self) -> SegmentId {
         self.peer.id
     }
@@ -273,6 +274,15 @@ impl Peer {
         reaches
             .iter()
             .any(|state| state.transport == transport && matches!(state.how, How::Connecting { .. }))
+    }
+
+    /// Whether a path to it is up or being made.
+    pub(crate) fn is_reached(&self) -> bool {
+        self.reaches.lock().iter().any(|state| match &state.how {
+            How::Connecting { .. } => true,
+            How::Connected(entries) => entries.iter().any(|entry| entry.is_up()),
+            How::Absent | How::Untried | How::Failed { .. } => false,
+        })
     }
 
     /// Has a run wait until a transport was tried.

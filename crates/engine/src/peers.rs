@@ -96,6 +96,24 @@ impl Peers {
         self.by_id(peer.id).is_some_and(|known| Arc::ptr_eq(&known, peer))
     }
 
+    /// Forgets the peers to which no path is up or being made, and whose segments nobody holds. They are returned, to be
+    /// dropped without the lock.
+    #[must_use]
+    pub(crate) fn forget_gone(&self) -> Vec<Arc<Peer>> {
+        let mut known = self.inner.write();
+        // Under the lock nobody can come to hold one that only we hold.
+        let is_gone = |id: &SegmentId, peer: &mut Arc<Peer>| {
+            *id != SegmentId::LOCAL && Arc::strong_count(peer) == 1 && !peer.is_reached()
+        };
+        let gone: Vec<_> = known.by_id.extract_if(is_gone).map(|(_, peer)| peer).collect();
+        for peer in &gone {
+            if known.by_name.get(&peer.name) == Some(&peer.id) {
+                known.by_name.remove(&peer.name);
+            }
+        }
+        gone
+    }
+
     pub(crate) fn all(&self) -> Vec<Arc<Peer>> {
         self.inner.read().by_id.values().cloned().collect()
     }

@@ -167,6 +167,32 @@ fn a_segment_that_could_not_be_opened_can_be_later_and_leaves_no_path_behind() {
     assert_eq!(counts(), (6, 5));
 }
 
+#[test]
+fn a_path_that_stays_down_is_given_up_and_its_peer_forgotten() {
+    let (pair, hooked) = pair(|hooked| {
+        hooked.submit = Some(Box::new(|call, path, _, events| {
+            if call == 0 {
+                events.path_changed(path, &PathState::Down(failed()));
+            }
+            (call == 0).then(|| Err(failed()))
+        }));
+    });
+    let disconnected = || hooked.disconnected.load(Ordering::SeqCst);
+    // Another takes its place.
+    write(&pair, Route::Auto).unwrap();
+    until("the path is given up", || disconnected() == 1);
+    let (segment, id) = (pair.to_b.clone(), pair.to_b.id());
+    pair.b.shutdown();
+    assert!(write(&pair, Route::Auto).is_err());
+    drop((segment, pair.to_b));
+    until("the other is given up", || disconnected() == 2);
+    // The peer is known as long as it is held, and its number is not used again.
+    let c = pair.world.engine("b");
+    let again = pair.a.open("b", soon()).unwrap();
+    assert!(again.id() > id);
+    drop(c);
+}
+
 /// A hook that waits to be let go on, and says that it is there.
 fn waiting() -> (mpsc::Receiver<()>, mpsc::Sender<()>, impl Fn() + Send + Sync) {
     let (there, is_there) = mpsc::channel();

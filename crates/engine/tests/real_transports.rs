@@ -246,3 +246,34 @@ fn a_notification_arrives_by_each_transport() {
     let got = b.next_notification(soon()).unwrap();
     assert_eq!((got.peer.as_str(), got.data.as_slice()), (a.name(), &b"hello"[..]));
 }
+
+/// Descriptors that this process has open.
+fn descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+#[test]
+fn nothing_is_kept_of_peers_that_come_and_go() {
+    const PEERS: usize = 100;
+    for name in ["tcp", "shm"] {
+        let a = engine();
+        let source = a.register(shared(4096, 7), Access::None).unwrap();
+        let route = Route::Require(a.transport_id(name).unwrap());
+        let come_and_go = || {
+            let b = engine();
+            let target = b.register(shared(4096, 0), Access::ReadWrite).unwrap();
+            let segment = a.open(b.name(), soon()).unwrap();
+            let write = request(Opcode::Write, source.at(0), segment.id(), target.address(), 4096);
+            let mut batch = a.batch();
+            batch.submit(&[TransferRequest { route, ..write }], options(Checksum::Off)).unwrap();
+            batch.wait(soon()).unwrap();
+        };
+        let before = descriptors();
+        (0..PEERS).for_each(|_| come_and_go());
+        let late = Instant::now() + Duration::from_secs(15);
+        while descriptors() > before + PEERS / 10 {
+            assert!(Instant::now() < late, "{name}: {before} descriptors, and now {}", descriptors());
+            std::thread::park_timeout(Duration::from_millis(10));
+        }
+    }
+}
