@@ -127,7 +127,8 @@ impl Batch {
     /// submissions in flight is reached.
     pub fn submit(&mut self, requests: &[TransferRequest], options: SubmitOptions) -> Result<TaskId> {
         let plan = Plan::new(&self.engine, requests)?;
-        self.post(&plan, options)
+        let submission = self.engine.post(&self.core, plan.work(), options, None)?;
+        Ok(self.note(submission))
     }
 
     /// As [`Batch::submit`], followed by a message to a peer that is delivered when all the requests are done.

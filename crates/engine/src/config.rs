@@ -292,7 +292,12 @@ impl EngineConfig {
     #[cfg(feature = "tcp")]
     pub(crate) fn tcp(&self) -> Option<posthorse_tcp::TcpConfig> {
         let mut tcp = self.tcp.clone()?;
-        if tcp.advertise.is_empty() && tcp.advertise_networks.is_empty() && tcp.interfaces.is_empty() {
+        let where_the_engine_listens = tcp.bind.is_empty() || tcp.bind == self.handshake.bind;
+        if where_the_engine_listens
+            && tcp.interfaces.is_empty()
+            && tcp.advertise.is_empty()
+            && tcp.advertise_networks.is_empty()
+        {
             tcp.advertise.clone_from(&self.advertise);
         }
         Some(tcp)
@@ -447,6 +452,8 @@ mod tests {
             ""
         );
         assert_eq!(told(TcpConfig { interfaces: vec!["eth1".into()], ..Default::default() }), "");
+        let elsewhere = vec![IpAddr::from([10, 0, 0, 5])];
+        assert_eq!(told(TcpConfig { bind: elsewhere, ..Default::default() }), "");
         assert!(EngineConfig { tcp: None, ..Default::default() }.tcp().is_none());
     }
 

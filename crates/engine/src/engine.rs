@@ -305,7 +305,7 @@ impl TransferEngine {
     /// `NoPath`.
     pub fn lease(&self, segment: &Segment, route: Route, grant: &GrantDesc) -> Result<LeasedMemory> {
         let inner = self.inner();
-        inner.check_open()?;
+        inner.check_opened(&segment.peer)?;
         let path = inner.reach(&segment.peer, route, Deadline::after(inner.config.connect_timeout()))?;
         LeasedMemory::new(path.transport.lease(path.info.id, grant)?)
     }
@@ -534,9 +534,9 @@ impl Inner {
         });
     }
 
-    /// Submits work to a batch.
     /// Checks that a peer was opened by this engine, or is closed anyhow.
     pub(crate) fn check_opened(&self, peer: &Arc<Peer>) -> Result<()> {
+        self.check_open()?;
         if peer.ended().is_some() || self.peers.contains(peer) {
             return Ok(());
         }
@@ -547,6 +547,7 @@ impl Inner {
         ))
     }
 
+    /// Submits work to a batch.
     pub(crate) fn post(
         self: &Arc<Self>,
         batch: &Arc<BatchCore>,

@@ -511,6 +511,7 @@ fn an_engine_can_be_built_shut_down_and_dropped_by_a_task() {
 fn a_forked_child_gets_errors_and_ends() {
     let pair = Pair::new(4096);
     let (mut done, open) = (pair.a.batch(), pair.a.batch());
+    let plan = pair.a.plan(&[pair.write(0, 64)]).unwrap();
     done.submit(&[pair.write(0, 64)], options()).unwrap();
     done.wait(soon()).unwrap();
     // Taken by the child, which drops all of it; the parent keeps its own.
@@ -519,6 +520,7 @@ fn a_forked_child_gets_errors_and_ends() {
         let (pair, done, mut open) = held.take().unwrap();
         let forked = |outcome: Result<()>| outcome.is_err_and(|error| error.kind() == ErrorKind::Forked);
         let mut well = forked(open.submit(&[pair.write(0, 64)], options()).map(drop));
+        well &= forked(open.post(&plan, options()).map(drop));
         well &= forked(open.wait(Deadline::NEVER)) && forked(pair.a.local().map(drop));
         drop((done, open));
         drop(pair);

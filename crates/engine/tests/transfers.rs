@@ -93,6 +93,9 @@ fn what_is_of_another_engine_is_refused() {
         assert!(error.to_string().contains("another engine"), "{error}");
     }
     assert!(batch.is_empty());
+    let grant = pair.target.grant(0, 64, Access::Read, None).unwrap();
+    let error = other.a.lease(&pair.to_b, Route::Auto, grant.desc()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
 }
 
 #[test]

@@ -23,8 +23,8 @@ use super::local::{HandshakeEvents, Identity, Local};
 use super::message::{ALIVE, Notice, to_json};
 use super::serve_control;
 use super::stream::{FrameReader, write};
-use crate::descriptor;
 use crate::frame::{Frame, FrameType, encode};
+use crate::{descriptor, descriptors};
 
 /// Connections that the system keeps for us until they are accepted.
 const BACKLOG: i32 = 1024;
@@ -295,13 +295,14 @@ async fn accept(port: Port, local: Arc<Local>) {
     // Dropped with this task: stopping it ends every connection.
     let mut connections = JoinSet::new();
     let mut newcomers: VecDeque<Newcomer> = VecDeque::new();
+    let most = descriptors::connections(local.config.newcomers, 1);
     loop {
         let Ok((stream, address)) = port.0.accept().await else {
             tokio::time::sleep(ACCEPT_PAUSE).await;
             continue;
         };
         while connections.try_join_next().is_some() {}
-        make_room(&mut newcomers, local.config.newcomers, local.config.grace()).await;
+        make_room(&mut newcomers, most, local.config.grace()).await;
         let progress = Arc::new(Progress::default());
         let serving = serve(stream, Arc::clone(&local), Arc::clone(&progress));
         let task = connections.spawn(async move {

@@ -287,9 +287,11 @@ impl Copiers {
     }
 
     fn run(&self) {
-        let mut turn = Turn::default();
+        let (mut turn, mut copied) = (Turn::default(), false);
         loop {
-            match self.next(&mut turn) {
+            let next = self.next(&mut turn, copied);
+            copied = matches!(next, Next::Copy);
+            match next {
                 Next::Stop => return,
                 Next::Map(Arrival { link, request, lent }) => {
                     match lent {
@@ -308,9 +310,9 @@ impl Copiers {
         }
     }
 
-    /// Waits for something to do.
-    fn next(&self, turn: &mut Turn) -> Next {
-        let mut has_spun = false;
+    /// Waits for something to do. `copied` is whether this thread did something just now.
+    fn next(&self, turn: &mut Turn, copied: bool) -> Next {
+        let (mut has_spun, mut goes_on) = (false, copied);
         let mut state = self.state.lock();
         loop {
             let next = if let Some(arrival) = state.arrivals.pop() {
@@ -324,13 +326,15 @@ impl Copiers {
                 None
             };
             if let Some(next) = next {
-                let wake = self.settle(&mut state);
+                let more = goes_on && matches!(next, Next::Copy) && self.is_room_for_more(&state);
+                let wake = self.settle(&mut state) || (more && state.wake());
                 drop(state);
                 if wake {
                     self.work.notify_one();
                 }
                 return next;
             }
+            goes_on = false;
             if !has_spun
                 && !state.spinning
                 && state.copying < self.most
@@ -351,6 +355,11 @@ impl Copiers {
                 has_spun = false;
             }
         }
+    }
+
+    /// Whether there is work for one more thread, and none that is up will take it.
+    fn is_room_for_more(&self, state: &State) -> bool {
+        state.copying < self.most && state.up == state.own && state.jobs.has_ready()
     }
 
     /// Looks for work for a while.
@@ -391,11 +400,7 @@ impl Copiers {
                     Role::Helper => copied >= HELP_BYTES,
                 };
                 let goes_on = reports.is_empty() && !due && state.begin(turn, role);
-                let more = goes_on
-                    && role == Role::Own
-                    && state.copying < self.most
-                    && state.up == state.own
-                    && state.jobs.has_ready();
+                let more = goes_on && role == Role::Own && self.is_room_for_more(&state);
                 let wake = self.settle(&mut state) || (more && state.wake());
                 (goes_on, wake)
             };

@@ -33,8 +33,6 @@ const MIN_GREETINGS: usize = 256;
 const MAX_REMEMBERED: usize = 4096;
 /// How many connections are accepted in one go.
 const ACCEPTS: usize = 64;
-/// How long after the system had no descriptor left those who are silent make room.
-const EXHAUSTED: Duration = Duration::from_secs(1);
 
 /// What a reactor is told from outside.
 #[derive(Debug)]
@@ -154,7 +152,9 @@ impl Shared {
 
     /// Whether there is no room for one more peer, but for those that make it.
     fn is_short(&self) -> bool {
-        self.known() >= self.limit || self.exhausted.lock().is_some_and(|at| at.elapsed() < EXHAUSTED)
+        // Whoever listens does so anew at a tick: the next after that still has to know.
+        let lately = 3 * self.config.tick();
+        self.known() >= self.limit || self.exhausted.lock().is_some_and(|at| at.elapsed() < lately)
     }
 
     /// How many connections are not greetings: these make room for others whenever it is wanted.
