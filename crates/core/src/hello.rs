@@ -75,7 +75,8 @@ impl Hello {
     /// What both sides can speak. Either side computes the same.
     ///
     /// # Errors
-    /// `VersionMismatch` or `FingerprintMismatch`, naming both values.
+    /// `VersionMismatch` or `FingerprintMismatch`, naming both values; not whose they are, since either side may relay the
+    /// refusal to the other.
     pub fn agree(&self, other: &Self) -> Result<Agreement> {
         let (ours, theirs) = (self.versions, other.versions);
         let version = ours.max.min(theirs.max);
@@ -83,7 +84,7 @@ impl Hello {
             return Err(Error::new(
                 ErrorKind::VersionMismatch,
                 format!(
-                    "we speak protocol versions {} to {}, the peer {} to {}",
+                    "one side speaks protocol versions {} to {}, the other {} to {}",
                     ours.min, ours.max, theirs.min, theirs.max
                 ),
             ));
@@ -93,7 +94,7 @@ impl Hello {
         {
             return Err(Error::new(
                 ErrorKind::FingerprintMismatch,
-                format!("our application fingerprint is {ours:?}, the peer's {theirs:?}"),
+                format!("one side has the application fingerprint {ours:?}, the other {theirs:?}"),
             ));
         }
         Ok(Agreement { version, features: self.features.common(other.features) })
@@ -129,6 +130,19 @@ mod tests {
         let error = hello(1, 1, 0, Some("a")).agree(&hello(1, 1, 0, Some("b"))).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::FingerprintMismatch);
         assert!(error.to_string().contains("\"a\"") && error.to_string().contains("\"b\""), "{error}");
+    }
+
+    #[test]
+    fn a_refusal_reads_right_at_either_end() {
+        for (ours, theirs) in [
+            (hello(1, 2, 0, None), hello(3, 4, 0, None)),
+            (hello(1, 1, 0, Some("a")), hello(1, 1, 0, Some("b"))),
+        ] {
+            let relayed = ours.agree(&theirs).unwrap_err();
+            for word in ["our", "we ", "peer"] {
+                assert!(!relayed.message().contains(word), "{word} in {relayed}");
+            }
+        }
     }
 
     #[test]
