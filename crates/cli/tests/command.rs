@@ -193,6 +193,14 @@ fn variables_override_the_configuration_are_refused_by_name_or_named_in_a_warnin
     for part in ["POSTHORSE_TCP_LIVENESS_MS", "liveness_ms is 1", "60 to 3600000"] {
         assert!(said.contains(part), "{part} is missing in {said}");
     }
+    // The demo builds its engine itself.
+    let refused = demo("POSTHORSE_CONNECTOR_TRANSPORT", "require:tcp");
+    let said = text(&refused.stderr);
+    assert!(!refused.status.success(), "{said}");
+    let blamed = "as POSTHORSE_CONNECTOR_TRANSPORT says: transport is require:tcp; accepted: auto";
+    for part in [blamed, "POSTHORSE_ENGINE_TRANSPORT"] {
+        assert!(said.contains(part), "{part} is missing in {said}");
+    }
     let known = demo("POSTHORSE_TCP_LIVENESS_MS", "4000");
     assert!(known.status.success() && !text(&known.stderr).contains("overrides nothing"));
     for name in ["POSTHORSE_TCP_LIVENESS", "POSTHORSE_CONNECTOR_LIVENESS"] {

@@ -84,6 +84,16 @@ impl Environment {
         Ok(config)
     }
 
+    /// Says of an error that begins with a key of this part which variable the value comes from, if one is set for it.
+    #[must_use]
+    pub fn named(&self, part: &str, error: Error) -> Error {
+        let variable = error.message().split_once(" is ").map(|(key, _)| variable(part, key));
+        match variable.filter(|variable| self.0.contains_key(variable)) {
+            Some(variable) => error.context(format_args!("as {variable} says")),
+            None => error,
+        }
+    }
+
     /// The variables that override nothing: those that begin with `prefix` and are not among the `known`.
     pub fn unknown(&self, prefix: &str, known: &[String]) -> Vec<&str> {
         let is_known = |name: &str| OTHERS.contains(&name) || known.iter().any(|known| known == name);

@@ -71,7 +71,7 @@ impl fmt::Display for Protocol {
 }
 
 /// The part of the configuration that this is, in the names of the variables that override it.
-const PART: &str = "connector";
+pub(crate) const PART: &str = "connector";
 
 macro_rules! config {
     ($($(#[$doc:meta])* $key:ident: $type:ty = $default:expr, $accepted:literal;)*) => {
@@ -292,16 +292,21 @@ impl ConnectorConfig {
     /// # Errors
     /// `InvalidConfig`, naming the key, the value and what is accepted.
     pub(crate) fn check_with_engine(&self) -> Result<()> {
-        let accepted = |what: &str| format!("{what}, as the engine that was handed over decides");
+        let refused = |key: &str, value: &dyn fmt::Display, accepted: &str, part: &str, engine_key: &str| {
+            let accepted = format!("{accepted}, as the engine that was handed over decides");
+            let variable = environment::variable(part, engine_key);
+            Err(Error::invalid_config(key, value, &accepted)
+                .with_advice(format!("set {engine_key} in the engine's configuration, or {variable}")))
+        };
         if self.transport != TransportChoice::Auto {
-            return Err(Error::invalid_config("transport", &self.transport, &accepted("auto")));
+            return refused("transport", &self.transport, "auto", "engine", "transport");
         }
         if self.protocol != Protocol::Auto {
-            return Err(Error::invalid_config("protocol", self.protocol, &accepted("auto")));
+            return refused("protocol", &self.protocol, "auto", "engine", "transport");
         }
         if self.devices().next().is_some() {
             let device = format_args!("{:?}", self.device_name);
-            return Err(Error::invalid_config("device_name", device, &accepted("empty")));
+            return refused("device_name", &device, "empty", "tcp", "interfaces");
         }
         Ok(())
     }
@@ -564,12 +569,16 @@ mod tests {
     #[test]
     fn with_an_engine_handed_over_its_keys_are_refused() {
         read(json!({"fingerprint": "f", "liveness_ms": 700})).unwrap().check_with_engine().unwrap();
-        for (key, value) in
-            [("transport", "require:tcp"), ("protocol", "tcp"), ("protocol", "rdma"), ("device_name", "lo")]
-        {
+        for (key, value, instead) in [
+            ("transport", "require:tcp", "POSTHORSE_ENGINE_TRANSPORT"),
+            ("protocol", "tcp", "POSTHORSE_ENGINE_TRANSPORT"),
+            ("protocol", "rdma", "POSTHORSE_ENGINE_TRANSPORT"),
+            ("device_name", "lo", "POSTHORSE_TCP_INTERFACES"),
+        ] {
             let error = read(json!({key: value})).unwrap().check_with_engine().unwrap_err();
             assert_eq!(error.kind(), ErrorKind::InvalidConfig);
             assert!(error.message().contains(key) && error.message().contains("the engine"), "{error}");
+            assert!(error.advice().unwrap().ends_with(instead), "{error}");
         }
     }
 

@@ -38,7 +38,7 @@ use posthorse_engine::environment::{CONNECTOR_PREFIX, Environment};
 use posthorse_engine::{Grant, RegisteredMemory, TransferEngine};
 use posthorse_memory::{CopyPool, MemoryOptions, numa_nodes};
 
-use crate::config::ConnectorConfig;
+use crate::config::{ConnectorConfig, PART};
 use crate::control::{ControlPlane, Dialer, Listener, Responder};
 use crate::message::{Query, Renew, Request};
 use crate::offer::{Actions, Offers, PullId};
@@ -164,9 +164,13 @@ impl ConnectorBuilder {
         for name in environment.unknown(CONNECTOR_PREFIX, &ConnectorConfig::variables()) {
             tracing::warn!("the variable {name} is set, and overrides nothing");
         }
+        Self::start(config, self.engine).map_err(|error| environment.named(PART, error))
+    }
+
+    fn start(config: ConnectorConfig, engine: Option<TransferEngine>) -> Result<Connector> {
         config.check()?;
-        let owns_engine = self.engine.is_none();
-        let engine = match self.engine {
+        let owns_engine = engine.is_none();
+        let engine = match engine {
             Some(engine) => {
                 config.check_with_engine()?;
                 engine
