@@ -156,6 +156,8 @@ impl FromStr for TransportChoice {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
+        /// The transports that one might name alone.
+        const KNOWN: [&str; 3] = ["local", "shm", "tcp"];
         match text.split_once(':') {
             None if text == "auto" => Ok(Self::Auto),
             Some(("prefer", name)) if !name.is_empty() => Ok(Self::Prefer(name.to_owned())),
@@ -163,8 +165,7 @@ impl FromStr for TransportChoice {
             _ => {
                 let accepted = "auto, prefer:NAME, require:NAME";
                 // The name alone does not say which of the two is meant.
-                let is_name = !text.is_empty() && !text.contains(':') && is_host(text);
-                let accepted = match is_name {
+                let accepted = match KNOWN.contains(&text) {
                     true => format!("{accepted}, such as require:{text}"),
                     false => accepted.to_owned(),
                 };
@@ -489,12 +490,12 @@ mod tests {
         assert_eq!(preference("auto").unwrap(), TransportChoice::Auto);
         assert_eq!(preference("prefer:tcp").unwrap(), TransportChoice::Prefer("tcp".to_owned()));
         assert_eq!(preference("require:shm").unwrap(), TransportChoice::Require("shm".to_owned()));
-        for bad in ["", "tcp", "prefer:", "require", "insist:tcp"] {
+        for bad in ["", "tcp", "shm", "bogus", "prefer:", "require", "insist:tcp"] {
             let error = preference(bad).unwrap_err().to_string();
             assert!(error.contains("transport") && error.contains(&format!("{bad:?}")), "{error}");
             assert_eq!(
                 error.contains(&format!("such as require:{bad}")),
-                matches!(bad, "tcp" | "require"),
+                matches!(bad, "tcp" | "shm"),
                 "{error}"
             );
         }

@@ -67,9 +67,15 @@ impl Environment {
             };
             let values = text.to_str().map_or_else(Vec::new, |text| meanings(text, &default));
             let Some(value) = values.into_iter().find(|value| with(value.clone()).is_ok()) else {
+                let shown = text.to_str().unwrap_or("?");
                 let accepted = match accepted(&key) {
-                    Some(accepted) => accepted.to_owned(),
-                    None => in_words(&key, text.to_str().unwrap_or("?"), &default, with, &check),
+                    Some(accepted) => {
+                        let refusal = with(shown.into()).err();
+                        // Of this value, the refusal may know more.
+                        let more = refusal.as_ref().and_then(|error| accepted_by(error.message()));
+                        more.unwrap_or(accepted).to_owned()
+                    }
+                    None => in_words(&key, shown, &default, with, &check),
                 };
                 return Err(Error::invalid_config(&variable, format_args!("{text:?}"), &accepted));
             };
@@ -140,6 +146,12 @@ fn meanings(text: &str, default: &Value) -> Vec<Value> {
     }
 }
 
+/// What is accepted, as a refusal says it: without its kind, which the error that is made of these words has too.
+pub fn accepted_by(refusal: &str) -> Option<&str> {
+    let (_, words) = refusal.split_once("accepted: ")?;
+    words.split(" [").next()
+}
+
 /// What a key with this default accepts, in words. Neither type nor check says so by itself; asked with values at the
 /// ends of what a type may hold, they do.
 fn in_words<T>(
@@ -162,9 +174,7 @@ fn in_words<T>(
             let Some(largest) = largest.into_iter().find(|number| takes((*number).into())) else {
                 // It takes certain texts, and may say which.
                 let refusal = with(text.into()).err();
-                let words = refusal.as_ref().and_then(|error| error.message().split_once("accepted: "));
-                // Without the refusal's kind, which the error that is made of these words has too.
-                let words = words.map(|(_, words)| words.split(" [").next().unwrap_or(words));
+                let words = refusal.as_ref().and_then(|error| accepted_by(error.message()));
                 return words.unwrap_or("another value").to_owned();
             };
             let refusal = |number: u64| {

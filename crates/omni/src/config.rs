@@ -102,8 +102,11 @@ macro_rules! config {
                 match key {
                     $(stringify!($key) => {
                         let shown = value.to_string();
-                        self.$key = serde_json::from_value(value)
-                            .map_err(|_| Error::invalid_config(key, shown, $accepted))?;
+                        self.$key = serde_json::from_value(value).map_err(|error| {
+                            let refusal = error.to_string();
+                            // A type that says itself what it accepts may know more of this value.
+                            Error::invalid_config(key, shown, environment::accepted_by(&refusal).unwrap_or($accepted))
+                        })?;
                     })*
                     _ => {
                         let message = format!("the key {key:?} is unknown; accepted: {}", Self::KEYS.join(", "));
@@ -492,6 +495,7 @@ mod tests {
             (json!({"zmq_port": 70_000}), ["zmq_port is 70000", "0 to 65535"]),
             (json!({"role": "middle"}), ["role is \"middle\"", "sender, receiver, both"]),
             (json!({"transport": "require:"}), ["transport is \"require:\"", "prefer:NAME"]),
+            (json!({"transport": "shm"}), ["transport is \"shm\"", "require:NAME, such as require:shm"]),
             (json!({"workers": 0}), ["workers is 0", "1 to 256"]),
             (json!({"protocol": "ib"}), ["protocol is \"ib\"", "auto, tcp, shm"]),
             (json!({"liveness_ms": -1}), ["liveness_ms is -1", "milliseconds"]),
@@ -609,6 +613,7 @@ mod tests {
             ("POSTHORSE_CONNECTOR_WORKERS", "0", "1 to 256"),
             ("POSTHORSE_CONNECTOR_ROLE", "middle", "sender, receiver, both"),
             ("POSTHORSE_CONNECTOR_ZMQ_PORT", "", "0 to 65535"),
+            ("POSTHORSE_CONNECTOR_TRANSPORT", "shm", "auto, prefer:NAME, require:NAME, such as require:shm"),
         ] {
             let environment = [(name.to_owned(), value)].into_iter().collect();
             let error = ConnectorConfig::default().overridden_by(&environment).unwrap_err();
