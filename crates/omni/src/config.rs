@@ -6,6 +6,7 @@
 
 use std::fmt;
 use std::net::IpAddr;
+use std::str::FromStr;
 use std::time::Duration;
 
 use posthorse_core::{Checksum, Error, ErrorKind, Result};
@@ -67,6 +68,30 @@ impl fmt::Display for Protocol {
             Self::Shm => "shm",
             Self::Rdma => "rdma",
         })
+    }
+}
+
+/// What a key that takes certain words is, by its word.
+fn by_word<T: for<'a> Deserialize<'a>>(key: &str, text: &str) -> Result<T> {
+    serde_json::from_value(Value::from(text)).map_err(|_| {
+        let accepted = ConnectorConfig::accepted(key).unwrap_or_default();
+        Error::invalid_config(key, format_args!("{text:?}"), accepted)
+    })
+}
+
+impl FromStr for Role {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        by_word("role", text)
+    }
+}
+
+impl FromStr for Protocol {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        by_word("protocol", text)
     }
 }
 
@@ -519,6 +544,16 @@ mod tests {
                 assert!(error.message().contains(part), "{part} is missing in {error}");
             }
         }
+    }
+
+    #[test]
+    fn roles_and_protocols_are_read_from_their_words() {
+        assert_eq!("dual".parse::<Role>().unwrap(), Role::Both);
+        for protocol in [Protocol::Auto, Protocol::Tcp, Protocol::Shm, Protocol::Rdma] {
+            assert_eq!(protocol.to_string().parse::<Protocol>().unwrap(), protocol);
+        }
+        let error = "ib".parse::<Protocol>().unwrap_err();
+        assert_eq!(error.message(), "protocol is \"ib\"; accepted: auto, tcp, shm, rdma");
     }
 
     #[test]
