@@ -253,16 +253,40 @@ impl ConnectorConfig {
         ];
         for (key, host, may_be_auto) in hosts {
             let Some(host) = host else { continue };
-            let is_known = if is_auto(host) { may_be_auto } else { is_host(host) };
+            let is_known = if is_auto(host) { may_be_auto && !host.is_empty() } else { is_host(host) };
             if !is_known {
                 let accepted = Self::accepted(key).unwrap_or_default();
                 return Err(Error::invalid_config(key, format_args!("{host:?}"), accepted));
             }
         }
+        let device =
+            self.memory_pool_device.split_once(':').map_or(&*self.memory_pool_device, |(kind, _)| kind);
+        if !matches!(device, "cpu" | "cuda") {
+            return Err(self.no_such_device());
+        }
         if self.sender_zmq_port == Some(0) {
             return Err(Error::invalid_config("sender_zmq_port", 0, "1 to 65535"));
         }
         Ok(())
+    }
+
+    pub(crate) fn no_such_device(&self) -> Error {
+        let accepted = Self::accepted("memory_pool_device").unwrap_or_default();
+        Error::invalid_config("memory_pool_device", format_args!("{:?}", self.memory_pool_device), accepted)
+    }
+
+    /// Checks that a producer is named whole or not at all: its two keys may come from different places.
+    ///
+    /// # Errors
+    /// `InvalidConfig`, naming the key that is not set.
+    pub(crate) fn check_sender(&self) -> Result<()> {
+        match self.sender_host.as_deref() {
+            Some(host) if !is_auto(host) && self.sender_zmq_port.is_none() && self.role.receives() => {
+                let accepted = format!("1 to 65535, as sender_host is {host:?}");
+                Err(Error::invalid_config("sender_zmq_port", "not set", &accepted))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// The variables of the environment that override a key.
@@ -527,6 +551,9 @@ mod tests {
             (json!({"liveness_ms": 59}), ["liveness_ms is 59", "60 to 3600000"]),
             (json!({"sender_zmq_port": 0}), ["sender_zmq_port is 0", "1 to 65535"]),
             (json!({"host": "a b"}), ["host is \"a b\"", "a host name or address, or auto"]),
+            (json!({"host": ""}), ["host is \"\"", "a host name or address, or auto"]),
+            (json!({"sender_host": ""}), ["sender_host is \"\"", "a host name or address"]),
+            (json!({"memory_pool_device": "gpu"}), ["memory_pool_device is \"gpu\"", "cpu, cpu:N, cuda"]),
             (json!({"advertise_host": ""}), ["advertise_host is \"\"", "accepted: a host name or address"]),
             (
                 json!({"advertise_host": "0.0.0.0"}),
@@ -630,6 +657,7 @@ mod tests {
                 ("transport", _) => "prefer:tcp".to_owned(),
                 ("protocol", _) => "shm".to_owned(),
                 ("checksum", _) => "full".to_owned(),
+                ("memory_pool_device", _) => "cpu:17".to_owned(),
                 (_, Value::Number(number)) => (number.as_f64().unwrap() + 1.0).to_string(),
                 _ => "17".to_owned(),
             };

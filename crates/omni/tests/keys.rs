@@ -66,6 +66,18 @@ fn memory_pool_device_is_a_node_of_this_host() {
 }
 
 #[test]
+fn a_producer_is_named_whole_where_one_is_needed() {
+    let named = |role| ConnectorConfig { sender_host: Some("127.0.0.1".to_owned()), ..config(role) };
+    let error = Connector::builder().config(named(Role::Receiver)).build().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidConfig);
+    for part in ["sender_zmq_port is not set", "1 to 65535", "sender_host is \"127.0.0.1\""] {
+        assert!(error.message().contains(part), "{part} is missing in {error}");
+    }
+    // A stage that only offers shares the settings of its edge.
+    Connector::builder().config(named(Role::Sender)).build().unwrap().close();
+}
+
+#[test]
 fn host_is_one_that_this_host_has() {
     // An address for documentation, and a name that never has one.
     for host in ["192.0.2.1", "nobody.invalid"] {

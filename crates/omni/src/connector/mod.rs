@@ -169,6 +169,7 @@ impl ConnectorBuilder {
 
     fn start(config: ConnectorConfig, engine: Option<TransferEngine>) -> Result<Connector> {
         config.check()?;
+        config.check_sender()?;
         let owns_engine = engine.is_none();
         let engine = match engine {
             Some(engine) => {
@@ -240,9 +241,6 @@ fn own_engine(config: &ConnectorConfig) -> Result<TransferEngine> {
     Ok(engine)
 }
 
-/// Where a pool may be asked for.
-const DEVICES: &str = "cpu, cpu:N, cuda, cuda:N";
-
 fn pool_memory(config: &ConnectorConfig) -> Result<MemoryOptions> {
     let (size, device) = (config.memory_pool_size, config.memory_pool_device.as_str());
     let options = MemoryOptions::new(
@@ -265,7 +263,7 @@ fn pool_memory(config: &ConnectorConfig) -> Result<MemoryOptions> {
             format!("memory_pool_device is {device:?}: pools in device memory are not built in"),
         )
         .with_advice("cpu works everywhere")),
-        _ => Err(Error::invalid_config("memory_pool_device", format_args!("{device:?}"), DEVICES)),
+        _ => Err(config.no_such_device()),
     }
 }
 
