@@ -5,6 +5,7 @@
 //! value and what is accepted.
 
 use std::fmt;
+use std::io;
 use std::net::IpAddr;
 use std::str::FromStr;
 use std::time::Duration;
@@ -419,13 +420,23 @@ impl ConnectorConfig {
         (!is_auto(&self.host)).then(|| join(&self.host, self.zmq_port))
     }
 
+    /// Names the keys that help where the control port is somebody else's.
+    pub(crate) fn taken(&self, error: Error) -> Error {
+        if why(&error) != Some(io::ErrorKind::AddrInUse) {
+            return error;
+        }
+        error.with_advice(format!(
+            "another process or connector listens there: set zmq_port, which is {}, to another port, or to 0 for any; \
+             with role: receiver a connector that only gets listens nowhere",
+            self.zmq_port
+        ))
+    }
+
     /// Names the key because of which the control address could not be bound: a port may be somebody else's, and is
     /// named with its address already.
     pub(crate) fn not_bound(&self, error: Error) -> Error {
         // A name without an address comes without a number of the system.
-        let of_host = error.os_error().is_none_or(|number| {
-            std::io::Error::from_raw_os_error(number).kind() == std::io::ErrorKind::AddrNotAvailable
-        });
+        let of_host = matches!(why(&error), None | Some(io::ErrorKind::AddrNotAvailable));
         if !of_host || error.kind() != ErrorKind::Io {
             return error;
         }
@@ -473,6 +484,11 @@ impl TryFrom<Map<String, Value>> for ConnectorConfig {
         config.check()?;
         Ok(config)
     }
+}
+
+/// What the system said, if it is behind an error.
+fn why(error: &Error) -> Option<io::ErrorKind> {
+    error.os_error().map(|number| io::Error::from_raw_os_error(number).kind())
 }
 
 /// Whether a host is one that stands for another, to be found out.

@@ -78,6 +78,18 @@ fn a_producer_is_named_whole_where_one_is_needed() {
 }
 
 #[test]
+fn of_a_port_that_is_taken_the_keys_that_help_are_named() {
+    let first = build(ConnectorConfig { zmq_port: 0, ..config(Role::Sender) });
+    let (_, port) = first.address().unwrap();
+    let error = Connector::builder().config(ConnectorConfig { zmq_port: port, ..config(Role::Both) }).build();
+    let error = error.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Io);
+    for part in [&format!("zmq_port, which is {port}"), "role: receiver"] {
+        assert!(error.advice().unwrap().contains(part), "{part} is missing in {error}");
+    }
+}
+
+#[test]
 fn host_is_one_that_this_host_has() {
     // An address for documentation, and a name that never has one.
     for host in ["192.0.2.1", "nobody.invalid"] {

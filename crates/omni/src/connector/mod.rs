@@ -284,10 +284,11 @@ impl Connector {
             let service = Arc::new(serve::Server { inner: Arc::downgrade(inner) });
             let listener = match inner.config.bind_address() {
                 Some(address) => {
-                    inner.plane.listen(&address, service).map_err(|error| inner.config.not_bound(error))?
+                    inner.plane.listen(&address, service).map_err(|error| inner.config.not_bound(error))
                 }
-                None => inner.plane.listen_everywhere(inner.config.zmq_port, service)?,
+                None => inner.plane.listen_everywhere(inner.config.zmq_port, service),
             };
+            let listener = listener.map_err(|error| inner.config.taken(error))?;
             let port = listener.local_address().port();
             *inner.advertised.lock() = Some((inner.advertised_host(listener.local_address().ip()), port));
             *self.owner.listener.lock() = Some(listener);
