@@ -182,7 +182,7 @@ kinds! {
     PeerRefused Peer Peer false "";
     PeerRestarted Peer Peer true "ask the peer for its new descriptor and buffer addresses";
     PathFailed Path Path true "";
-    NoPath Path Path true "ask `explain(peer)` for each transport's reason";
+    NoPath Path Path true "see that both sides have a transport which reaches the other, and that neither requires another; an engine's `explain(peer)` gives each transport's reason";
     Unsupported Path Request false "";
     DeadlineExceeded Time Path true "";
     Cancelled Time Request false "";

@@ -107,6 +107,10 @@ fn a_get_waits_for_its_put_and_a_try_does_not() {
         );
         let error = late.unwrap_err();
         assert!(matches!(error.kind(), ErrorKind::NotFound | ErrorKind::DeadlineExceeded), "{error}");
+        // Whichever it is, it says what of whom was waited for.
+        let (host, port) = pair.sender.address().unwrap();
+        assert!(error.message().contains("\"never@"), "{error}");
+        assert_eq!(error.peer(), Some(format!("{host}:{port}").as_str()), "{error}");
         pair.assert_whole();
     }
 }
@@ -178,6 +182,7 @@ fn a_dead_port_is_answered_with_its_reason_in_time() {
     let options = GetOptions { source: Source::At("127.0.0.1", port), ..GetOptions::until(soon()) };
     let error = receiver.get(&edge(), "k", options).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::PeerUnreachable, "{error}");
+    assert!(error.message().contains("\"k@"), "{error}");
     assert!(start.elapsed() < Duration::from_secs(3));
     assert_eq!(receiver.health().errors, 1);
 }
@@ -589,6 +594,7 @@ fn what_either_end_requires_of_the_transport_holds() {
                 Err(kind) => {
                     let error = got.unwrap_err();
                     assert_eq!(error.kind(), kind, "{error}");
+                    assert!(error.peer().is_some(), "{error}");
                     assert!(
                         [producer, consumer].iter().all(|end| error.to_string().contains(end)),
                         "{error}"

@@ -241,7 +241,9 @@ impl Inner {
         get.check_put(&offered)?;
         offered.manifest.check(size)?;
         let segment = self.open_producer(&get, &offered, blocking).await?;
-        let route = self.route_with(offered.transport.as_deref(), Precedence::Ours)?;
+        let route = self
+            .route_with(offered.transport.as_deref(), Precedence::Ours)
+            .map_err(|error| error.with_peer(get.address.as_str()))?;
         let transport = self.engine.best_transport(&segment, route);
         let same_host = transport.as_ref().is_some_and(|(_, capabilities)| capabilities.same_host_only);
         let transport = transport.map_or_else(String::new, |(name, _)| name);
@@ -387,7 +389,8 @@ impl Inner {
         });
         let request = request.encode()?;
         let claim = Claim::new(self, get, want);
-        let reply = get.asker.request(&get.address, request, self.reply_deadline(get)).await?;
+        let reply = get.asker.request(&get.address, request, self.reply_deadline(get)).await;
+        let reply = reply.map_err(|error| error.context(format_args!("asking for {:?}", get.key)))?;
         let error = match QueryReply::decode(&get.key, &reply)? {
             QueryReply::Offer { data_size, offered: Some(offered), .. } => {
                 return Ok((claim, data_size, *offered));
@@ -438,6 +441,7 @@ impl Inner {
         let granted = Granted::new(self, room, &offered.segment)?;
         let request = self.pull_request(&get, size, &offered, &granted)?;
         let reply = get.dialer.request(&get.address, request, get.deadline).await;
+        let reply = reply.map_err(|error| error.context(format_args!("getting {:?}", get.key)));
         let outcome = reply.and_then(|reply| match PullReply::decode(&reply)? {
             PullReply::Done(Some(bytes)) if bytes == size => Ok(()),
             PullReply::Done(Some(bytes)) => Err(Error::new(
