@@ -516,7 +516,16 @@ fn a_view_of_another_kind_says_which_it_is() {
         (bytes.value::<String>().unwrap_err(), ErrorKind::TypeMismatch, "raw bytes, not a value"),
         (value.tensor("a").unwrap_err(), ErrorKind::TypeMismatch, "a value, not tensors"),
         (value.value::<Vec<u64>>().unwrap_err(), ErrorKind::TypeMismatch, "no alloc::vec::Vec<u64>"),
-        (set.value::<String>().unwrap_err(), ErrorKind::TypeMismatch, "the payload is tensors"),
+        (
+            set.value::<String>().unwrap_err(),
+            ErrorKind::TypeMismatch,
+            "the payload is tensors, and no alloc::string::String",
+        ),
+        (
+            set.tensor("a").unwrap().elements::<u32>().unwrap_err(),
+            ErrorKind::TypeMismatch,
+            "tensor \"a\" as u32: its elements are uint8 of 1 bytes, u32 has 4",
+        ),
         (
             set.tensor("b").unwrap_err(),
             ErrorKind::InvalidArgument,
@@ -526,6 +535,7 @@ fn a_view_of_another_kind_says_which_it_is() {
         assert_eq!(error.kind(), kind, "{error}");
         assert!(error.message().contains(text) && !error.retryable(), "{error}");
     }
+    assert!(set.value::<String>().unwrap_err().to_string().contains("tensor(name)"));
 }
 
 #[test]

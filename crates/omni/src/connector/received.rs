@@ -80,7 +80,8 @@ impl Received {
         matches!(self.memory, Memory::Leased(_))
     }
 
-    /// The payload's bytes.
+    /// The payload's bytes as they travelled. Of tensors and values that is their encoding: use [`Received::tensor`] and
+    /// [`Received::value`] for what is in it.
     ///
     /// # Errors
     /// `Unsupported` for a pool that is not host memory; `Forked` in a child process.
@@ -122,21 +123,22 @@ impl Received {
         Ok(Tensor { desc, bytes })
     }
 
-    /// The value, if one was put.
+    /// The value, if one was put; of tensors, the dictionary of [`marker::Tensor`]s that they are.
     ///
     /// # Errors
     /// `TypeMismatch` for other kinds of payload, and when the value is not of the type asked for; `Forked` in a child
     /// process.
     pub fn value<T: DeserializeOwned>(&self) -> Result<T> {
+        let wanted = std::any::type_name::<T>();
         if self.kind() == PayloadKind::Tensors {
             return marker::from_slice(self.bytes()?).map_err(|error| {
-                let text = format!("the payload is tensors: {}", error.message());
+                let text = format!("the payload is tensors, and no {wanted}: {}", error.message());
                 Error::new(ErrorKind::TypeMismatch, text)
+                    .with_advice("view each by tensor(name), of those that tensors() lists")
             });
         }
         self.expect(PayloadKind::Value, "a value")?;
         marker::from_slice(self.bytes()?).map_err(|error| {
-            let wanted = std::any::type_name::<T>();
             let text = format!("the payload is no {wanted}: {}", error.message());
             Error::new(ErrorKind::TypeMismatch, text)
         })
@@ -180,16 +182,18 @@ impl<'a> Tensor<'a> {
     /// # Errors
     /// `TypeMismatch`, naming the sizes, when `T` has not the size of the tensor's element type.
     pub fn elements<T: bytemuck::AnyBitPattern>(&self) -> Result<&'a [T]> {
-        let size = self.desc.dtype.size();
+        let (size, wanted) = (self.desc.dtype.size(), std::any::type_name::<T>());
         let mismatch = |why: &str| {
-            let wanted = std::any::type_name::<T>();
             Error::new(
                 ErrorKind::TypeMismatch,
-                format!("{} of {size} bytes as {wanted}: {why}", self.desc.dtype),
+                format!(
+                    "tensor {:?} as {wanted}: its elements are {} of {size} bytes, {why}",
+                    self.desc.name, self.desc.dtype
+                ),
             )
         };
         if size_of::<T>() != size {
-            return Err(mismatch(&format!("that has {} bytes", size_of::<T>())));
+            return Err(mismatch(&format!("{wanted} has {}", size_of::<T>())));
         }
         bytemuck::try_cast_slice(self.bytes).map_err(|error| mismatch(&error.to_string()))
     }

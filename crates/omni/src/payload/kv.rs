@@ -10,7 +10,7 @@ use posthorse_core::{DType, Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::manifest::{MAX_DIMENSIONS, bytes_of};
+use super::manifest::{MAX_DIMENSIONS, accepted_bytes, bytes_of};
 
 /// The longest header accepted, in bytes.
 pub const MAX_HEADER_BYTES: usize = 16 << 20;
@@ -132,7 +132,7 @@ pub fn encode(
             let len = data.len() as u64;
             let (dtype, shape) = (layer.dtype, layer.shape.to_vec());
             if bytes_of(dtype, &shape) != Some(len) {
-                let accepted = format!("as many as {dtype} {shape:?} has");
+                let accepted = accepted_bytes(dtype, &shape);
                 return Err(Error::invalid_argument(&name, format_args!("{len} bytes"), &accepted));
             }
             tensors.push(KvEntry::Present { name, layer: Some(index), dtype, shape, offset, len });

@@ -116,6 +116,14 @@ pub(super) fn bytes_of(dtype: DType, shape: &[u64]) -> Option<u64> {
     shape.iter().try_fold(dtype.size() as u64, |bytes, &count| bytes.checked_mul(count))
 }
 
+/// With how many bytes a tensor is accepted, in words.
+pub(super) fn accepted_bytes(dtype: DType, shape: &[u64]) -> String {
+    match bytes_of(dtype, shape) {
+        Some(bytes) => format!("{bytes}, as {dtype} {shape:?} has"),
+        None => format!("a shape of less than 2^64 bytes, which {dtype} {shape:?} is not"),
+    }
+}
+
 /// The tensor of this name.
 ///
 /// # Errors

@@ -4,7 +4,7 @@ use bytes::Bytes;
 use posthorse_core::{DType, Error, Result};
 
 use super::envelope::{self, Envelope};
-use super::manifest::bytes_of;
+use super::manifest::{accepted_bytes, bytes_of};
 
 /// An ordered set of named tensors that lie somewhere in memory.
 #[derive(Debug, Clone, Default)]
@@ -82,13 +82,12 @@ impl<'a> TensorSet<'a> {
     }
 
     fn add(&mut self, name: &str, dtype: DType, shape: &[u64], data: TensorData<'a>) -> Result<()> {
-        let (len, wanted) = (data.bytes().len(), bytes_of(dtype, shape));
-        if wanted != Some(len as u64) {
-            let wanted = wanted.map_or_else(|| "fewer than that".to_owned(), |wanted| wanted.to_string());
+        let len = data.bytes().len();
+        if bytes_of(dtype, shape) != Some(len as u64) {
             return Err(Error::invalid_argument(
                 "the data of a tensor",
                 format_args!("{len} bytes for {name:?}"),
-                &format!("as many as {dtype} {shape:?} has, {wanted}"),
+                &accepted_bytes(dtype, shape),
             ));
         }
         self.tensors.push(NamedTensor { name: name.to_owned(), dtype, shape: shape.to_vec(), data });
@@ -137,5 +136,29 @@ impl<'a> TensorSet<'a> {
             copy(&mut out[desc.offset as usize..][..desc.len as usize], tensor.data.bytes());
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use posthorse_core::ErrorKind;
+
+    use super::*;
+
+    #[test]
+    fn data_of_another_length_is_refused_with_the_one_that_fits() {
+        let mut set = TensorSet::new();
+        for (shape, accepted) in [
+            (&[4][..], "accepted: 16, as float32 [4] has"),
+            (
+                &[u64::MAX, 2],
+                "accepted: a shape of less than 2^64 bytes, which float32 [18446744073709551615, 2] is not",
+            ),
+        ] {
+            let error = set.push("kv", DType::F32, shape, &[0; 4]).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+            assert!(error.message().starts_with("the data of a tensor is 4 bytes for \"kv\"; "), "{error}");
+            assert!(error.message().ends_with(accepted), "{error}");
+        }
     }
 }
