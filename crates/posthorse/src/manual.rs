@@ -26,3 +26,8 @@ page! { concepts connector engine failures tuning }
 #[cfg(doctest)]
 #[doc = include_str!("../../../docs/src/quick-start.md")]
 mod quick_start {}
+
+/// Nor is the page for those who write a transport.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/src/transport-authors.md")]
+mod transport_authors {}
