@@ -101,7 +101,8 @@ pub struct OwnTicket {
 }
 
 impl Connector {
-    /// A block of the pool, to be filled and offered without a copy.
+    /// A block of the pool, to be filled and offered without a copy. Until it is filled it holds whatever the pool held
+    /// there before, such as an earlier payload, and a put sends all of it: fill the whole block.
     ///
     /// # Errors
     /// `InvalidArgument` for no bytes, which cannot be offered; `TooLarge` for more than the pool holds;

@@ -21,7 +21,8 @@ impl TensorBuffer {
         self.envelope.tensors()
     }
 
-    /// The bytes of a tensor, to be written: row-major, little-endian. Until then they are whatever was there before.
+    /// The bytes of a tensor, to be written: row-major, little-endian. Until then they are whatever the pool held there
+    /// before, such as an earlier payload, and a put sends that to the consumer: fill every tensor whole.
     ///
     /// # Errors
     /// `InvalidArgument`, naming those there are; `Forked` in a child process.
@@ -46,7 +47,8 @@ impl TensorBuffer {
 }
 
 impl Connector {
-    /// A block of the pool for named tensors, to be filled in place and offered without a copy.
+    /// A block of the pool for named tensors, to be filled in place and offered without a copy. What is not filled goes
+    /// out as whatever the pool held there before.
     ///
     /// # Errors
     /// `InvalidArgument` for names that are alike, or tensors that are too large or too many; else as
