@@ -289,7 +289,7 @@ impl PacketBuffer {
             }
         };
         // Descriptors first, so that they are closed whatever else is wrong.
-        let fds = control
+        let fds: Vec<OwnedFd> = control
             .drain()
             .filter_map(|message| match message {
                 RecvAncillaryMessage::ScmRights(fds) => Some(fds),
@@ -297,6 +297,12 @@ impl PacketBuffer {
             })
             .flatten()
             .collect();
+        // The kernel hands over as many as there is room for, unless this process may have no more.
+        if received.flags.contains(ReturnFlags::CTRUNC) && fds.len() < MAX_FDS {
+            let message = "a rendezvous packet came without its descriptors: this process can open no more";
+            return Err(Error::new(ErrorKind::LimitReached, message)
+                .with_advice("raise RLIMIT_NOFILE (`ulimit -n`), or close descriptors"));
+        }
         if received.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
             return Err(Error::new(
                 ErrorKind::Malformed,
@@ -325,7 +331,12 @@ impl PacketBuffer {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsRawFd;
     use std::os::unix::fs::PermissionsExt;
+
+    use posthorse_testkit::peer;
+    use rustix::io::dup;
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
     use super::*;
 
@@ -381,6 +392,33 @@ mod tests {
         send(&client, &vec![0; MAX_PACKET + 1], &[]).unwrap();
         let error = PacketBuffer::new().receive_by(&server, soon()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Malformed);
+    }
+
+    #[test]
+    fn descriptors_for_which_there_is_no_number_are_a_limit_that_was_reached() {
+        let Some(peer) = peer::child() else {
+            // The limit is a process's: a process of its own reaches it.
+            let name = "rendezvous::socket::tests::descriptors_for_which_there_is_no_number_are_a_limit_that_was_reached";
+            let peer = peer::spawn(name, &()).unwrap();
+            let said: (u16, String) = peer.receive(soon()).unwrap();
+            assert_eq!(said.0, ErrorKind::LimitReached.code(), "{}", said.1);
+            assert!(said.1.contains("RLIMIT_NOFILE"), "{}", said.1);
+            return;
+        };
+        let listener = Listener::bind(None).unwrap();
+        let client = connect_to(listener.address(), soon()).unwrap();
+        let server = listener.accept().unwrap().unwrap();
+        send(&client, b"two", &[client.as_fd(), server.as_fd()]).unwrap();
+        let before = getrlimit(Resource::Nofile);
+        // One number is free, the second descriptor finds none.
+        let one = dup(&client).unwrap();
+        let most = one.as_raw_fd() as u64 + 1;
+        drop(one);
+        setrlimit(Resource::Nofile, Rlimit { current: Some(most), ..before }).unwrap();
+        let outcome = PacketBuffer::new().receive(&server).map(drop);
+        setrlimit(Resource::Nofile, before).unwrap();
+        let error = outcome.unwrap_err();
+        peer.send(&(error.code(), error.to_string())).unwrap();
     }
 
     #[test]
