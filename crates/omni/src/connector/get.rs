@@ -135,7 +135,8 @@ impl Connector {
         }
     }
 
-    /// As [`Connector::get`], to be awaited on any executor.
+    /// As [`Connector::get`], to be awaited on any executor. Its waker is called on a thread of the connector or its
+    /// engine, such as that of the control port, and must not block there: the other gets and offers would wait for it.
     ///
     /// # Errors
     /// As [`Connector::get`].
