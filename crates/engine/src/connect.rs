@@ -123,6 +123,10 @@ impl Inner {
         self.runtime.spawn(async move {
             loop {
                 tokio::time::sleep(STAYS_DOWN).await;
+                // Given up otherwise, what was under way along it is counted no more.
+                if engine.upgrade().is_none_or(|engine| engine.paths.get(path.number).is_none()) {
+                    return;
+                }
                 if path.is_up() {
                     path.watched.store(false, Ordering::SeqCst);
                     // Whoever took it down again just now may have found it watched.
@@ -173,7 +177,10 @@ impl Inner {
         match peer.begin_connecting(transport) {
             Some(old) => {
                 let (engine, peer) = (Arc::clone(self), Arc::clone(peer));
-                self.control_in_turn(move || engine.connect_now(&peer, transport, old));
+                let is_own = peer.id == SegmentId::LOCAL;
+                let connect = move || engine.connect_now(&peer, transport, old);
+                // The engine itself always answers.
+                if is_own { self.control(connect) } else { self.control_in_turn(connect) }
             }
             // Somebody else is at it, or it was settled meanwhile: then what waits can go.
             None if !peer.is_connecting(transport) => self.relaunch(peer.take_waiting(|_| true)),

@@ -184,12 +184,18 @@ fn a_path_that_stays_down_is_given_up_and_its_peer_forgotten() {
     let (segment, id) = (pair.to_b.clone(), pair.to_b.id());
     pair.b.shutdown();
     assert!(write(&pair, Route::Auto).is_err());
-    drop((segment, pair.to_b));
+    let request = pair.write(0, 1);
     until("the other is given up", || disconnected() == 2);
-    // The peer is known as long as it is held, and its number is not used again.
-    let c = pair.world.engine("b");
-    let again = pair.a.open("b", soon()).unwrap();
-    assert!(again.id() > id);
+    // The peer is known as long as it is held.
+    pair.a.plan(&[request]).unwrap();
+    drop((segment, pair.to_b));
+    let c = pair.world.engine("c");
+    pair.a.open("c", soon()).unwrap();
+    assert_eq!(
+        pair.a.plan(&[request]).unwrap_err().kind(),
+        ErrorKind::InvalidArgument,
+        "{id:?} is forgotten"
+    );
     drop(c);
 }
 
