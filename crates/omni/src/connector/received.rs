@@ -1,5 +1,7 @@
 //! What a consumer got.
 
+use std::borrow::Cow;
+
 use posthorse_buffer::ManagedBuffer;
 use posthorse_core::{Error, ErrorKind, Result};
 use serde::de::DeserializeOwned;
@@ -98,6 +100,25 @@ impl Received {
         })
     }
 
+    /// The payload's bytes, copied where the producer can still write them: what was found to be UTF-8 must be so when it
+    /// is taken.
+    ///
+    /// # Errors
+    /// As [`Received::bytes`]; `OutOfMemory`.
+    pub(super) fn settled_bytes(&self) -> Result<Cow<'_, [u8]>> {
+        let bytes = self.bytes()?;
+        if !self.is_leased() {
+            return Ok(Cow::Borrowed(bytes));
+        }
+        let mut copy = Vec::new();
+        copy.try_reserve_exact(bytes.len()).map_err(|_| {
+            let text = format!("no memory for a copy of the {} bytes of a leased payload", bytes.len());
+            Error::new(ErrorKind::OutOfMemory, text)
+        })?;
+        copy.extend_from_slice(bytes);
+        Ok(Cow::Owned(copy))
+    }
+
     /// The names, types, shapes and places of the tensors, in the order in which they were put. Empty for other
     /// kinds of payload.
     pub fn tensors(&self) -> &[TensorDesc] {
@@ -123,7 +144,8 @@ impl Received {
         Ok(Tensor { desc, bytes })
     }
 
-    /// The value, if one was put; of tensors, the dictionary of [`marker::Tensor`]s that they are.
+    /// The value, if one was put; of tensors, the dictionary of [`marker::Tensor`]s that they are. Of a leased payload a copy is
+    /// read.
     ///
     /// # Errors
     /// `TypeMismatch` for other kinds of payload, and when the value is not of the type asked for; `Forked` in a child
@@ -131,14 +153,14 @@ impl Received {
     pub fn value<T: DeserializeOwned>(&self) -> Result<T> {
         let wanted = std::any::type_name::<T>();
         if self.kind() == PayloadKind::Tensors {
-            return marker::from_slice(self.bytes()?).map_err(|error| {
+            return marker::from_slice(&self.settled_bytes()?).map_err(|error| {
                 let text = format!("the payload is tensors, and no {wanted}: {}", error.message());
                 Error::new(ErrorKind::TypeMismatch, text)
                     .with_advice("view each by tensor(name), of those that tensors() lists")
             });
         }
         self.expect(PayloadKind::Value, "a value")?;
-        marker::from_slice(self.bytes()?).map_err(|error| {
+        marker::from_slice(&self.settled_bytes()?).map_err(|error| {
             let text = format!("the payload is no {wanted}: {}", error.message());
             Error::new(ErrorKind::TypeMismatch, text)
         })

@@ -219,10 +219,10 @@ pub fn read(payload: &[u8]) -> Result<Vec<TensorDesc>> {
     Ok(tensors)
 }
 
-fn read_tensor(reader: &mut Reader<'_>, name: &str) -> Result<TensorDesc> {
+fn read_tensor(reader: &mut Reader<'_>, name: String) -> Result<TensorDesc> {
     let (mut marked, mut dtype, mut shape, mut data) = (false, None, None, None);
     for _ in 0..reader.map()? {
-        match reader.str()? {
+        match &*reader.str()? {
             "__tensor__" => marked = reader.bool()?,
             "dtype" => dtype = Some(reader.str()?.parse::<DType>()?),
             "shape" => {
@@ -246,10 +246,10 @@ fn read_tensor(reader: &mut Reader<'_>, name: &str) -> Result<TensorDesc> {
         }
     }
     let (true, Some(dtype), Some(shape), Some((offset, len))) = (marked, dtype, shape, data) else {
-        let name = printable(name);
+        let name = printable(&name);
         return Err(Error::new(ErrorKind::Malformed, format!("{name:?} is not a tensor")));
     };
-    Ok(TensorDesc { name: name.to_owned(), dtype, shape, offset, len })
+    Ok(TensorDesc { name, dtype, shape, offset, len })
 }
 
 #[cfg(test)]

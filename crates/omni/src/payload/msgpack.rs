@@ -124,7 +124,8 @@ impl<'a> Reader<'a> {
         }
     }
 
-    pub(super) fn str(&mut self) -> Result<&'a str> {
+    /// Copied before it is looked at: the bytes may lie in memory that a peer can still write.
+    pub(super) fn str(&mut self) -> Result<String> {
         let len = match self.byte()? {
             byte @ 0xa0..=0xbf => usize::from(byte & 0x1f),
             0xd9 => self.number(1)?,
@@ -133,7 +134,7 @@ impl<'a> Reader<'a> {
             byte => return Err(self.unexpected("a string", byte)),
         };
         let at = self.at;
-        std::str::from_utf8(self.take(len)?)
+        String::from_utf8(self.take(len)?.to_vec())
             .map_err(|_| malformed(format!("the string at byte {at} is not UTF-8")))
     }
 

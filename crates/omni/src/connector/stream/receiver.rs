@@ -377,7 +377,7 @@ async fn refusal(inner: &Inner, incoming: &Incoming, error: &Error) -> Option<Er
 
 fn read_end(received: &Received) -> Result<End> {
     const DEPTH: usize = 8;
-    from_msgpack(received.bytes()?, DEPTH)
+    from_msgpack(&received.settled_bytes()?, DEPTH)
         .map_err(|why| Error::new(ErrorKind::Malformed, format!("the end of a stream: {why}")))
 }
 
