@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::mem;
-use std::net::{Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr};
+use std::net::{Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -149,10 +149,7 @@ impl Drop for Listener {
 pub(super) fn bind(plane: &ControlPlane, address: &str, service: Arc<dyn Service>) -> Result<Listener> {
     let stay = plane.enter()?;
     // Bound here and now, so that a failure is the caller's.
-    let socket = std::net::TcpListener::bind(address)
-        // The standard library's queue is short.
-        .and_then(|socket| SockRef::from(&socket).listen(BACKLOG).map(|()| socket))
-        .map_err(|error| refused(address, error))?;
+    let socket = bind_one(address).map_err(|error| refused(address, error))?;
     serve_on(plane, stay, socket, service)
 }
 
@@ -168,7 +165,7 @@ pub(super) fn bind_everywhere(
         // Without IPv6, there is IPv4. A port that is taken is no reason to take it in one of the two.
         Err(error) if error.kind() != std::io::ErrorKind::AddrInUse => {
             let any = SocketAddr::from((Ipv4Addr::UNSPECIFIED, port));
-            std::net::TcpListener::bind(any).map_err(|error| refused(&any.to_string(), error))?
+            bind_one(any).map_err(|error| refused(&any.to_string(), error))?
         }
         Err(error) => return Err(refused(&dual.to_string(), error)),
     };
@@ -177,6 +174,13 @@ pub(super) fn bind_everywhere(
 
 /// Connections that wait to be accepted before the system drops more: those of all gets of a consumer may come at once.
 const BACKLOG: i32 = 1024;
+
+fn bind_one(address: impl ToSocketAddrs) -> std::io::Result<std::net::TcpListener> {
+    let socket = std::net::TcpListener::bind(address)?;
+    // The standard library's queue is short.
+    SockRef::from(&socket).listen(BACKLOG)?;
+    Ok(socket)
+}
 
 /// Listens for IPv6 and IPv4 alike, whatever the system's default (`net.ipv6.bindv6only`) is.
 fn bind_dual(address: SocketAddr) -> std::io::Result<std::net::TcpListener> {
