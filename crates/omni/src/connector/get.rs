@@ -598,11 +598,11 @@ mod tests {
 
     #[test]
     fn a_payload_that_was_written_is_kept_for_a_get_that_goes_on() {
-        let pair = Pair::new(|config| config.liveness_ms = 300);
+        let pair = Pair::new(|config| config.liveness_ms = 3000);
         pair.put("k", b"x");
         let (get, inner) = (written(&pair, "k"), pair.receiver.inner());
-        let renewal = Renewal::new(inner, &get.address, &get.pull, Duration::from_millis(50));
-        let until = Instant::now() + Duration::from_millis(1200);
+        let renewal = Renewal::new(inner, &get.address, &get.pull, Duration::from_millis(200));
+        let until = Instant::now() + Duration::from_millis(4500);
         while Instant::now() < until {
             assert_eq!(pair.sender.health().offers.claims, 1, "its place was given away");
             std::thread::park_timeout(Duration::from_millis(20));
