@@ -24,6 +24,8 @@ use super::{ControlLimits, ControlPlane, Stay, Task, closed, until};
 
 /// Addresses with kept connections beyond which those without any in use are forgotten.
 const MAX_ADDRESSES: usize = 1024;
+/// The most connections to one address that are kept: each has a place at the peer, which others may want.
+const MOST_IDLE: usize = 16;
 
 /// Sends requests and waits for their replies. Clones share the kept connections.
 ///
@@ -38,6 +40,8 @@ struct Shared {
     plane: ControlPlane,
     /// The most connections to one address.
     most: usize,
+    /// Leave to have a connection in use, whatever the address.
+    in_use: Arc<Semaphore>,
     addresses: Mutex<HashMap<Arc<str>, Address>>,
 }
 
@@ -65,8 +69,10 @@ impl Future for Exchange {
 }
 
 impl Dialer {
-    pub(super) fn new(plane: ControlPlane, most: usize) -> Self {
-        Self { shared: Arc::new(Shared { plane, most, addresses: Mutex::default() }) }
+    /// Of so many connections in use with one address, and with all.
+    pub(super) fn new(plane: ControlPlane, most: usize, most_in_all: usize) -> Self {
+        let in_use = Arc::new(Semaphore::new(most_in_all.min(Semaphore::MAX_PERMITS)));
+        Self { shared: Arc::new(Shared { plane, most, in_use, addresses: Mutex::default() }) }
     }
 
     /// Sends `request` to `address` (`host:port`) and resolves to the reply's bytes, on whatever executor. It
@@ -166,7 +172,7 @@ async fn exchange(
     let limits = &shared.plane.inner.limits;
     let connected = AtomicBool::new(false);
     let work = async {
-        let _permit = shared.permit(address).await?;
+        let _permits = shared.permits(address).await?;
         let mut lost = None;
         if let Some(mut link) = shared.fresh(address) {
             connected.store(true, Ordering::Relaxed);
@@ -240,8 +246,8 @@ impl Shared {
         self.addresses.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Leave to have a connection to `address`.
-    async fn permit(&self, address: &Arc<str>) -> Result<OwnedSemaphorePermit> {
+    /// Leave to use a connection to `address`. What waits for its address takes nothing from the others.
+    async fn permits(&self, address: &Arc<str>) -> Result<[OwnedSemaphorePermit; 2]> {
         let permits = {
             let mut addresses = self.addresses();
             let most = self.most;
@@ -253,7 +259,9 @@ impl Shared {
                 .or_insert_with(|| Address { permits: Arc::new(Semaphore::new(most)), idle: Vec::new() });
             Arc::clone(&known.permits)
         };
-        permits.acquire_owned().await.map_err(|_| closed())
+        let of_address = permits.acquire_owned().await.map_err(|_| closed())?;
+        let of_all = Arc::clone(&self.in_use).acquire_owned().await.map_err(|_| closed())?;
+        Ok([of_address, of_all])
     }
 
     /// A kept connection to `address` that is still good.
@@ -280,7 +288,12 @@ impl Shared {
 
     fn keep(&self, address: &Arc<str>, link: Link) {
         self.forget(false);
+        // Closed when the lock is free.
+        let mut _oldest = None;
         if let Some(known) = self.addresses().get_mut(address) {
+            if known.idle.len() >= MOST_IDLE {
+                _oldest = Some(known.idle.remove(0));
+            }
             known.idle.push((link, Instant::now()));
         }
     }
@@ -337,5 +350,85 @@ impl Shared {
                 _ => error.context(format_args!("connecting to {address}")),
             }
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use pollster::block_on;
+
+    use super::super::{Listener, Peer, Responder, Service};
+    use super::*;
+    use crate::message::{Reply, Request};
+
+    /// Keeps all requests until it is told to answer them.
+    #[derive(Default)]
+    struct Later(Mutex<Vec<Responder>>);
+
+    impl Service for Later {
+        fn handle(&self, _: &Peer, _: Request, responder: Responder) {
+            self.0.lock().unwrap().push(responder);
+        }
+    }
+
+    impl Later {
+        fn listen(plane: &ControlPlane) -> (Arc<Self>, Listener, String) {
+            let service = Arc::new(Self::default());
+            let listener = plane.listen("127.0.0.1:0", Arc::clone(&service) as Arc<dyn Service>).unwrap();
+            let address = listener.local_address().to_string();
+            (service, listener, address)
+        }
+
+        fn answer(&self, count: usize) {
+            let soon = std::time::Instant::now() + SOON;
+            while self.0.lock().unwrap().len() < count {
+                assert!(std::time::Instant::now() < soon, "{count} requests did not come");
+                std::thread::yield_now();
+            }
+            self.0.lock().unwrap().drain(..).for_each(|responder| responder.reply(&Reply::Ok));
+        }
+    }
+
+    const SOON: Duration = Duration::from_secs(20);
+
+    #[test]
+    fn exchanges_with_all_addresses_together_are_bounded() {
+        let plane = ControlPlane::start(ControlLimits::default()).unwrap();
+        let (there, _there, one) = Later::listen(&plane);
+        let (elsewhere, _elsewhere, other) = Later::listen(&plane);
+        let dialer = Dialer::new(plane.clone(), 2, 3);
+        let ping = |address: &str, deadline| {
+            dialer.request(address, Request::Ping.encode().unwrap(), Deadline::after(deadline))
+        };
+        let three = [ping(&one, SOON), ping(&one, SOON), ping(&other, SOON)];
+        while dialer.shared.in_use.available_permits() > 0 {
+            std::thread::yield_now();
+        }
+        let late = block_on(ping(&other, Duration::from_millis(50))).unwrap_err();
+        assert_eq!(late.kind(), ErrorKind::DeadlineExceeded, "{late}");
+        let fourth = ping(&other, SOON);
+        there.answer(2);
+        elsewhere.answer(1);
+        for exchange in three {
+            block_on(exchange).unwrap();
+        }
+        elsewhere.answer(1);
+        block_on(fourth).unwrap();
+        plane.close(SOON.into()).unwrap();
+    }
+
+    #[test]
+    fn few_connections_to_one_address_are_kept() {
+        let plane = ControlPlane::start(ControlLimits::default()).unwrap();
+        let (service, _listener, address) = Later::listen(&plane);
+        let dialer = plane.dialer();
+        let ping = |_| dialer.request(&address, Request::Ping.encode().unwrap(), SOON.into());
+        let many: Vec<_> = (0..2 * MOST_IDLE).map(ping).collect();
+        service.answer(2 * MOST_IDLE);
+        for exchange in many {
+            block_on(exchange).unwrap();
+        }
+        assert_eq!(format!("{dialer:?}"), format!("Dialer(1 addresses, {MOST_IDLE} idle connections)"));
+        plane.close(SOON.into()).unwrap();
     }
 }

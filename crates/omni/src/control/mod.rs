@@ -135,7 +135,7 @@ impl ControlPlane {
 
     /// A dialer with its own cache of connections; clones of it share that.
     pub fn dialer(&self) -> Dialer {
-        Dialer::new(self.clone(), self.inner.limits.max_connections_per_address)
+        Dialer::new(self.clone(), self.inner.limits.max_connections_per_address, usize::MAX)
     }
 
     /// A dialer for exchanges that last: as many with one address at a time, but for no more than every fourth descriptor
