@@ -11,7 +11,9 @@ use std::time::{Duration, Instant};
 
 use posthorse_core::{Deadline, Error, ErrorKind};
 use posthorse_omni::control::{ControlLimits, ControlPlane, Listener, Peer, Responder, Service};
-use posthorse_omni::message::{Answer, Cancel, PullReply, Query, QueryReply, Reply, Request, StreamAbort};
+use posthorse_omni::message::{
+    Answer, Cancel, Dialect, PullReply, Query, QueryReply, Reply, Request, StreamAbort,
+};
 
 const SOON: Duration = Duration::from_secs(20);
 
@@ -430,6 +432,39 @@ fn a_request_whose_kept_connection_ends_without_a_word_is_sent_once_more() {
     assert_eq!(error.kind(), ErrorKind::PeerGone, "{error}");
     producer.join().unwrap();
     plane.close(SOON.into()).unwrap();
+}
+
+#[test]
+fn a_request_that_is_under_way_when_it_is_sent_once_more_fails_of_the_lost_connection() {
+    for kind in [ErrorKind::Busy, ErrorKind::InvalidArgument] {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let refusal = Reply::refused(&Error::new(kind, "under way")).encode(Dialect::Posthorse).unwrap();
+        let refusal = [b"\x01\0\0", &[refusal.len() as u8][..], &refusal].concat();
+        let producer = thread::spawn(move || {
+            let answer = || {
+                let mut stream = listener.accept().unwrap().0;
+                raw(&mut stream, "ROUTER");
+                read_request(&mut stream);
+                stream.write_all(&refusal).unwrap();
+                stream
+            };
+            let mut kept = answer();
+            // It arrives, and its answer never does.
+            read_request(&mut kept);
+            drop(kept);
+            answer()
+        });
+        let plane =
+            ControlPlane::start(ControlLimits { liveness: 3 * SOON, ..ControlLimits::default() }).unwrap();
+        let dialer = plane.dialer();
+        let reply = dialer.request_blocking(&address, query("k"), SOON.into()).unwrap();
+        assert!(matches!(Answer::decode(&reply).unwrap(), Answer::Refused(_)), "it is the first");
+        let error = dialer.request_blocking(&address, query("k"), SOON.into()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::PeerGone, "{error}");
+        producer.join().unwrap();
+        plane.close(SOON.into()).unwrap();
+    }
 }
 
 #[test]

@@ -21,6 +21,7 @@ use tokio::time::{Instant, sleep_until, timeout_at};
 use super::link::{Link, Pulse};
 use super::zmtp::SocketType;
 use super::{ControlLimits, ControlPlane, Stay, Task, closed, until};
+use crate::message::Answer;
 
 /// Addresses with kept connections beyond which those without any in use are forgotten.
 const MAX_ADDRESSES: usize = 1024;
@@ -193,11 +194,14 @@ async fn exchange(
                 }
             }
         }
-        let mut link = shared.connect(address).await.map_err(|error| lost.unwrap_or(error))?;
+        let mut link = shared.connect(address).await.map_err(|error| lost.take().unwrap_or(error))?;
         connected.store(true, Ordering::Relaxed);
         let reply = ask(&mut link, request, limits).await?;
         shared.keep(address, link);
-        Ok(reply)
+        match lost {
+            Some(lost) if is_under_way(&reply) => Err(lost),
+            _ => Ok(reply),
+        }
     };
     let bounded = async {
         match deadline.instant() {
@@ -215,6 +219,13 @@ async fn exchange(
         reply = bounded => reply,
         () = until(&mut stay.stopped) => Err(closed()),
     }
+}
+
+/// Whether a request that was sent once more is refused because the first one arrived and is being carried out: its answer
+/// is lost with its connection.
+fn is_under_way(reply: &[u8]) -> bool {
+    let codes = [ErrorKind::Busy, ErrorKind::InvalidArgument].map(ErrorKind::code);
+    matches!(Answer::decode(reply), Ok(Answer::Refused(refusal)) if codes.contains(&refusal.code))
 }
 
 /// Sends a request and waits for the reply, or until the peer is found to be gone.
