@@ -199,7 +199,7 @@ config! {
     workers: u32 = 4, "1 to 256";
     /// The most offers.
     max_offers: u32 = 65_536, "at least 1";
-    /// The most gets that wait at a producer.
+    /// The most gets that wait at a producer, and at most half as many as it serves control connections.
     max_parked: u32 = 4096, "at least 0";
     /// The most gets of one consumer that wait at a producer, and of this connector that are sent there to wait.
     max_parked_per_consumer: u32 = 1024, "at least 0";

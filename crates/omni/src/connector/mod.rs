@@ -182,6 +182,9 @@ impl ConnectorBuilder {
         let pool = Pool::new(region, &PoolConfig { alignment: 4096, ..PoolConfig::default() })?;
         let memory = register::register(&engine, &pool)?;
         let plane = ControlPlane::start(config.control_limits())?;
+        let mut offer_limits = config.offer_limits();
+        // Each get that waits has a control connection. The others are for all else: to pull, to end, to renew.
+        offer_limits.max_parked = offer_limits.max_parked.min(plane.places() / 2);
         let inner = Arc::new(Inner {
             pool_range: memory.at(0),
             memory: Mutex::new(Some(Arc::new(memory))),
@@ -201,7 +204,7 @@ impl ConnectorBuilder {
             closed: AtomicBool::new(false),
             pulls: AtomicU64::new(1),
             state: Mutex::new(State {
-                offers: Offers::new(config.offer_limits()),
+                offers: Offers::new(offer_limits),
                 actions: Vec::new(),
                 carrying_out: false,
                 parked: HashMap::new(),

@@ -10,6 +10,7 @@ use posthorse_core::{Access, Checksum, GrantDesc, GrantToken, Incarnation, Regio
 
 use super::*;
 use crate::config::Role;
+use crate::control::ControlLimits;
 use crate::key::Edge;
 use crate::message::{
     Answer, Cancel, Close, Outcome, Pull, PullExtra, PullReply, QueryExtra, QueryReply, StreamAbort,
@@ -434,4 +435,47 @@ fn whatever_order_things_come_in_nothing_is_left() {
         pair.assert_idle();
         pair.assert_whole();
     }
+}
+
+#[test]
+fn gets_that_wait_leave_half_of_the_control_connections_to_others() {
+    const PLACES: u32 = 32;
+    let pair = Pair::new(|config| {
+        config.max_connections = PLACES;
+        config.transport = "require:tcp".parse().unwrap();
+    });
+    let (inner, edge) = (pair.sender.inner(), edge());
+    let mut context = Context::from_waker(Waker::noop());
+    let keys: Vec<String> = (0..2 * PLACES).map(|number| format!("k{number}")).collect();
+    let mut waiting = Vec::new();
+    for key in &keys {
+        let mut get = Box::pin(pair.receiver.get_async(&edge, key, GetOptions::until(soon())));
+        let mut outcome = Poll::Pending;
+        eventually("its wait or its end", || {
+            outcome = get.as_mut().poll(&mut context);
+            outcome.is_ready() || inner.health().offers.parked > waiting.len()
+        });
+        match outcome {
+            Poll::Pending => waiting.push(get),
+            Poll::Ready(outcome) => {
+                let error = outcome.unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::QueueFull, "{error}");
+                assert!(error.advice().unwrap().contains("max_connections"), "{error}");
+            }
+        }
+    }
+    assert_eq!(waiting.len(), PLACES as usize / 2);
+    // Another consumer gets through, and this one's leases, its pull and its end.
+    let other = ControlPlane::start(ControlLimits::default()).unwrap();
+    let ping = other.dialer().request_blocking(&pair.address, Request::Ping.encode().unwrap(), soon());
+    assert_eq!(Answer::decode(&ping.unwrap()).unwrap(), Answer::Ok);
+    let receiver = pair.receiver.inner();
+    let (consumer, incarnation) = (receiver.engine.name().to_owned(), receiver.engine.incarnation());
+    assert_eq!(pair.tell(&Request::Renew(Renew { consumer, incarnation, pulls: Vec::new() })), Answer::Ok);
+    pair.put(&keys[0], b"x");
+    assert_eq!(pollster::block_on(waiting.remove(0)).unwrap().bytes().unwrap(), b"x");
+    eventually("the end of the offer", || inner.health().offers.offers == 0);
+    drop(waiting);
+    eventually("the end of the waits", || inner.health().offers.parked == 0);
+    other.close(soon()).unwrap();
 }

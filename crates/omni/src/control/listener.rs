@@ -9,7 +9,6 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use posthorse_core::{Error, ErrorKind, Result};
-use posthorse_engine::descriptors;
 use posthorse_memory::ForkGuard;
 use rustix::io::Errno;
 use socket2::{Domain, SockRef, Socket, Type};
@@ -219,7 +218,7 @@ fn serve_on(
     };
     let server = Server {
         limits: plane.inner.limits.clone(),
-        places: descriptors::connections(plane.inner.limits.max_connections, 2),
+        places: plane.places(),
         partial: Partial::new(plane.inner.limits.max_partial_bytes.max(plane.inner.limits.max_message_bytes)),
         service,
         started: Instant::now(),

@@ -138,10 +138,19 @@ impl ControlPlane {
         Dialer::new(self.clone(), self.inner.limits.max_connections_per_address, usize::MAX)
     }
 
-    /// A dialer for exchanges that last: as many with one address at a time, but for no more than every fourth descriptor
-    /// that the process may have.
+    /// A dialer for exchanges that last: as many with one address at a time, but with all together for no more than every
+    /// eighth descriptor that the process may have.
     pub(crate) fn dialer_for(&self, exchanges: usize) -> Dialer {
-        Dialer::new(self.clone(), descriptors::connections(exchanges, 2))
+        Dialer::new(
+            self.clone(),
+            descriptors::connections(exchanges, 1),
+            descriptors::connections(usize::MAX, 1),
+        )
+    }
+
+    /// How many connections a listener serves at a time.
+    pub(crate) fn places(&self) -> usize {
+        descriptors::connections(self.inner.limits.max_connections, 2)
     }
 
     /// Runs a future on the control plane's thread, which it must not hold up. After a close it is dropped.

@@ -52,17 +52,20 @@ impl Parking {
     /// Whether there is room for one more of this consumer.
     pub(super) fn room(&self, pull: &PullId) -> Result<()> {
         let of_consumer = self.consumers.get(&consumer(pull)).copied().unwrap_or(0);
-        let (what, most) = if self.parked.len() >= self.most {
-            ("gets wait at the producer; accepted: max_parked", self.most)
-        } else if of_consumer >= self.most_per_consumer {
-            (
-                "gets of this consumer wait at the producer; accepted: max_parked_per_consumer",
-                self.most_per_consumer,
-            )
-        } else {
-            return Ok(());
-        };
-        Err(Error::new(ErrorKind::QueueFull, format!("{most} {what}")))
+        if self.parked.len() >= self.most {
+            let message = format!("{} gets wait at the producer, which is the most that may", self.most);
+            let advice = "ask again later, or raise max_parked there, and max_connections and the descriptor limit \
+                          (`ulimit -n`), since half of its control connections may wait";
+            return Err(Error::new(ErrorKind::QueueFull, message).with_advice(advice));
+        }
+        if of_consumer >= self.most_per_consumer {
+            let most = self.most_per_consumer;
+            let message = format!(
+                "{most} gets of this consumer wait at the producer; accepted: max_parked_per_consumer"
+            );
+            return Err(Error::new(ErrorKind::QueueFull, message));
+        }
+        Ok(())
     }
 
     pub(super) fn park(&mut self, key: &str, pull: PullId, want: Want, timer: TimerId) {
