@@ -396,7 +396,8 @@ mod tests {
                 assert!(std::time::Instant::now() < soon, "{count} requests did not come");
                 std::thread::yield_now();
             }
-            self.0.lock().unwrap().drain(..).for_each(|responder| responder.reply(&Reply::Ok));
+            let answered: Vec<_> = self.0.lock().unwrap().drain(..count).collect();
+            answered.into_iter().for_each(|responder| responder.reply(&Reply::Ok));
         }
     }
 
