@@ -459,7 +459,15 @@ impl Inner {
         let claim = outcome.is_ok().then_some(claim);
         // Whoever was to write cannot any more when this is done: only then is the slot ours again.
         let end = move || granted.end();
-        let ended = self.blocking(blocking, get.deadline, "the end of the producer's grant", end).await;
+        let what = "the end of the producer's grant";
+        let ended = match (blocking, &outcome) {
+            // All bytes are there: neither other gets nor the deadline make them move once more.
+            (Blocking::Elsewhere, Ok(())) => {
+                let fence = Deadline::after(Duration::from_millis(self.config.liveness_ms));
+                self.plane.run_at_once(fence, what, end).await
+            }
+            _ => self.blocking(blocking, get.deadline, what, end).await,
+        };
         outcome?;
         let buffer = ended??;
         if let Some(claim) = claim {
@@ -556,8 +564,13 @@ fn control_address(host: &str, port: u16) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::future::Future;
+    use std::sync::{Mutex, mpsc};
+    use std::task::{Context, Waker};
+
     use super::*;
     use crate::connector::tests::{Pair, edge, eventually, soon};
+    use crate::control::BLOCKING_TURNS;
 
     /// A get whose payload was written, and that has not said so.
     fn written(pair: &Pair, key: &str) -> Arc<Get> {
@@ -573,6 +586,38 @@ mod tests {
         assert_eq!(PullReply::decode(&reply).unwrap(), PullReply::Done(Some(size)));
         granted.end().unwrap();
         get
+    }
+
+    #[test]
+    fn a_payload_that_has_arrived_waits_for_no_get_that_blocks() {
+        let pair = Pair::new(|config| config.transport = "require:tcp".parse().unwrap());
+        // After this there is a path to the producer.
+        pair.put("first", b"x");
+        pair.get("first").unwrap();
+        pair.put("k", b"y");
+        let plane = &pair.receiver.inner().plane;
+        let (go, may_go) = mpsc::channel::<()>();
+        let may_go = Arc::new(Mutex::new(may_go));
+        let mut begun = Vec::new();
+        let mut gets: Vec<_> = (0..BLOCKING_TURNS)
+            .map(|_| {
+                let (may_go, (begins, has_begun)) = (Arc::clone(&may_go), mpsc::channel());
+                begun.push(has_begun);
+                Box::pin(plane.run_blocking(Deadline::NEVER, "the test", move || {
+                    begins.send(()).unwrap();
+                    let _ = may_go.lock().unwrap().recv();
+                }))
+            })
+            .collect();
+        for get in &mut gets {
+            assert!(get.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+        }
+        begun.iter().for_each(|has_begun| has_begun.recv().unwrap());
+        let edge = edge();
+        let got = block_on(pair.receiver.get_async(&edge, "k", GetOptions::until(soon())));
+        drop(go);
+        assert_eq!(got.unwrap().bytes().unwrap(), b"y");
+        gets.into_iter().for_each(|get| block_on(get).unwrap());
     }
 
     #[test]

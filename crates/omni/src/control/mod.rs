@@ -44,7 +44,7 @@ use task::Task;
 /// Threads for names that have to be resolved, and for what blocks in awaited gets.
 const BLOCKING_THREADS: usize = 80;
 /// How many of them gets may have: a name is resolved whatever they wait for.
-const BLOCKING_TURNS: usize = 64;
+pub(crate) const BLOCKING_TURNS: usize = 64;
 /// How long a thread that blocks stays without work: a century.
 const FOR_EVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 /// How long connections may take to flush their last replies when the control plane closes.
@@ -214,6 +214,22 @@ impl ControlPlane {
             });
             work.await.map_err(|_| closed())
         };
+        self.within(deadline, what, run).await?
+    }
+
+    /// As [`ControlPlane::run_blocking`], without waiting for a turn: for what is short, and must not wait for what is
+    /// not.
+    ///
+    /// # Errors
+    /// As [`ControlPlane::run_blocking`].
+    pub(crate) async fn run_at_once<T: Send + 'static>(
+        &self,
+        deadline: Deadline,
+        what: &'static str,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T> {
+        let handle = self.inner.handle.clone();
+        let run = async move { handle.spawn_blocking(work).await.map_err(|_| closed()) };
         self.within(deadline, what, run).await?
     }
 
