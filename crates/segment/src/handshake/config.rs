@@ -20,8 +20,9 @@ pub struct HandshakeConfig {
     pub port_max: u16,
     /// The longest frame taken or sent, in bytes. A peer that was not told otherwise takes 1 MiB.
     pub frame_bytes: usize,
-    /// How many connections may be at their first request. The oldest that has not asked for anything yet gives way to one
-    /// more; when all have, the next has to wait.
+    /// How many connections may be at their first request. One that has asked for nothing for `grace_ms`, or has had
+    /// `io_timeout_ms` to take its answer, gives way to one more; while we work at what all of them asked for, the next has
+    /// to wait.
     pub newcomers: usize,
     /// How long a connection has for its first request before it may have to give way, in milliseconds.
     pub grace_ms: u64,
@@ -35,7 +36,8 @@ pub struct HandshakeConfig {
     pub requests_per_peer: usize,
     /// How long making a connection may take, in milliseconds.
     pub connect_timeout_ms: u64,
-    /// How long a first request may take to arrive, and a piece of an answer to leave, in milliseconds.
+    /// How long a first request may take to arrive, and a piece of an answer to leave, in milliseconds; and how long a peer
+    /// has to take its answer before it may have to give way.
     pub io_timeout_ms: u64,
     /// How long a peer may take to answer a foreign message, or to take the answer to its own, in milliseconds. Foreign
     /// servers answer one peer after the other, and each may keep them for some seconds.

@@ -41,9 +41,12 @@ pub(crate) async fn serve(
         Ok(slot) => (Control::Greeting(local.greeting.clone()), Ok(slot)),
         Err(error) => (refusal(0, &error), Err(error)),
     };
+    progress.answer();
     write(&mut socket, &frame(&answer, &local)?, patience).await?;
     let _slot = slot?;
-    progress.settle();
+    if !progress.settle() {
+        return Ok(());
+    }
 
     let (answers, outgoing) = mpsc::channel(ANSWERS);
     tokio::select! {

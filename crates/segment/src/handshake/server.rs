@@ -2,8 +2,8 @@
 
 use std::collections::VecDeque;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant, SystemTime};
 use std::{fmt, io, net};
 
@@ -219,32 +219,44 @@ impl Drop for Port {
 
 /// How far a connection has come, for whoever needs its place.
 #[derive(Debug, Default)]
-pub(crate) struct Progress(AtomicU8);
+pub(crate) struct Progress {
+    stage: AtomicU8,
+    /// When its answer was made.
+    answering: OnceLock<Instant>,
+}
 
 /// It has not asked for anything, and gives way once it has had its time.
 const SILENT: u8 = 0;
-/// What it asked for is under way: it keeps its place.
+/// We work at what it asked for: it keeps its place.
 const ASKED: u8 = 1;
+/// Only its taking of the answer is outstanding, for which it alone sets the pace: it gives way once it has had its time.
+const ANSWERING: u8 = 2;
 /// It has its answer, and gives way at once.
-const ANSWERED: u8 = 2;
+const ANSWERED: u8 = 3;
 /// It is no newcomer any more.
-const SETTLED: u8 = 3;
+const SETTLED: u8 = 4;
 /// It has had to give way.
-const ENDED: u8 = 4;
+const ENDED: u8 = 5;
 
 impl Progress {
     fn get(&self) -> u8 {
-        self.0.load(Ordering::Relaxed)
+        self.stage.load(Ordering::Relaxed)
     }
 
     /// Goes on from one stage to the next. False when it is not there, as it has had to give way.
     fn advance(&self, from: u8, to: u8) -> bool {
-        self.0.compare_exchange(from, to, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+        self.stage.compare_exchange(from, to, Ordering::Relaxed, Ordering::Relaxed).is_ok()
     }
 
-    /// The connection stays.
-    pub(crate) fn settle(&self) {
-        self.0.store(SETTLED, Ordering::Relaxed);
+    /// What it asked for is done: its answer goes out from now on.
+    pub(crate) fn answer(&self) {
+        let _ = self.answering.set(Instant::now());
+        self.advance(ASKED, ANSWERING);
+    }
+
+    /// The connection stays. False when it has had to give way.
+    pub(crate) fn settle(&self) -> bool {
+        self.advance(ANSWERING, SETTLED)
     }
 }
 
@@ -257,9 +269,10 @@ struct Newcomer {
 
 impl Newcomer {
     /// When it gives way to another, if it does.
-    fn gives_way_in(&self, grace: Duration) -> Option<Duration> {
+    fn gives_way_in(&self, config: &HandshakeConfig) -> Option<Duration> {
         match self.progress.get() {
-            SILENT => Some(grace.saturating_sub(self.since.elapsed())),
+            SILENT => Some(config.grace().saturating_sub(self.since.elapsed())),
+            ANSWERING => Some(config.io_timeout().saturating_sub(self.progress.answering.get()?.elapsed())),
             ANSWERED => Some(Duration::ZERO),
             _ => None,
         }
@@ -268,7 +281,7 @@ impl Newcomer {
 
 /// Waits until there are fewer than `most` newcomers: until one has settled or ended, or gives way. Meanwhile, the system
 /// keeps others.
-async fn make_room(newcomers: &mut VecDeque<Newcomer>, most: usize, grace: Duration) {
+async fn make_room(newcomers: &mut VecDeque<Newcomer>, most: usize, config: &HandshakeConfig) {
     loop {
         newcomers.retain(|newcomer| {
             !matches!(newcomer.progress.get(), SETTLED | ENDED) && !newcomer.task.is_finished()
@@ -276,12 +289,12 @@ async fn make_room(newcomers: &mut VecDeque<Newcomer>, most: usize, grace: Durat
         if newcomers.len() < most {
             return;
         }
-        let next = newcomers.iter().filter_map(|newcomer| Some((newcomer.gives_way_in(grace)?, newcomer)));
+        let next = newcomers.iter().filter_map(|newcomer| Some((newcomer.gives_way_in(config)?, newcomer)));
         match next.min_by_key(|(left, _)| *left) {
             Some((left, newcomer)) if left.is_zero() => {
                 let stage = newcomer.progress.get();
-                // It may have asked since.
-                if matches!(stage, SILENT | ANSWERED) && newcomer.progress.advance(stage, ENDED) {
+                // It may have gone on since.
+                if matches!(stage, SILENT | ANSWERING | ANSWERED) && newcomer.progress.advance(stage, ENDED) {
                     newcomer.task.abort();
                 }
             }
@@ -302,7 +315,7 @@ async fn accept(port: Port, local: Arc<Local>) {
             continue;
         };
         while connections.try_join_next().is_some() {}
-        make_room(&mut newcomers, most, local.config.grace()).await;
+        make_room(&mut newcomers, most, &local.config).await;
         let progress = Arc::new(Progress::default());
         let serving = serve(stream, Arc::clone(&local), Arc::clone(&progress));
         let task = connections.spawn(async move {
@@ -330,12 +343,12 @@ async fn serve(stream: TcpStream, local: Arc<Local>, progress: Arc<Progress>) ->
     if frame_type == FrameType::Control {
         return serve_control::serve(reader, socket, body, local, &progress).await;
     }
-    // It keeps its place until it is answered: so that is bounded, however slowly it reads.
+    // Where nobody wants its place it keeps it until it is answered: so that is bounded, however slowly it reads.
     let limit = local.config.answer_timeout();
-    timeout(limit, reply(&mut socket, frame_type, body, &local)).await.map_err(|_| {
+    timeout(limit, reply(&mut socket, frame_type, body, &local, &progress)).await.map_err(|_| {
         Error::new(ErrorKind::DeadlineExceeded, format!("the answer was not taken within {limit:?}"))
     })??;
-    progress.advance(ASKED, ANSWERED);
+    progress.advance(ANSWERING, ANSWERED);
     // As foreign servers do: say that this was all, then wait for the client to close.
     let _ = socket.shutdown().await;
     let _ = timeout(patience, reader.drain()).await;
@@ -347,6 +360,7 @@ async fn reply(
     frame_type: FrameType,
     body: Vec<u8>,
     local: &Arc<Local>,
+    progress: &Progress,
 ) -> Result<()> {
     let answer = if frame_type == FrameType::Metadata {
         local.descriptor().ok_or_else(|| {
@@ -356,6 +370,7 @@ async fn reply(
         let json = answer(frame_type, body, local).await?;
         encode(frame_type, &json, local.config.frame_bytes)?.into()
     };
+    progress.answer();
     write(socket, &answer, local.config.io_timeout()).await
 }
 

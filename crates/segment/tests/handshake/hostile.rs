@@ -4,6 +4,7 @@ use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use posthorse_core::{Incarnation, Result};
 use posthorse_segment::frame::{FrameType, encode};
@@ -88,14 +89,17 @@ impl HandshakeEvents for Gated {
     }
 }
 
-/// A handshake with such events, and a connection whose message is being handled until what is returned is dropped.
-fn start_busy(config: HandshakeConfig) -> (Handshake, TcpStream, Sender<()>) {
-    let ((came, begun), (open, gate)) = (channel(), channel());
+fn start_events(config: HandshakeConfig, events: Arc<dyn HandshakeEvents>) -> Handshake {
     let listener = HandshakeListener::bind(config).unwrap();
     let name = format!("127.0.0.1:{}", listener.port());
     let identity = Identity { name, incarnation: Incarnation(1), hello: hello() };
-    let events = Arc::new(Gated { came: Mutex::new(came), gate: Mutex::new(gate) });
-    let b = listener.start(runtime(), identity, events).unwrap();
+    listener.start(runtime(), identity, events).unwrap()
+}
+
+/// A handshake with such events, and a connection whose message is being handled until what is returned is dropped.
+fn start_busy(config: HandshakeConfig) -> (Handshake, TcpStream, Sender<()>) {
+    let ((came, begun), (open, gate)) = (channel(), channel());
+    let b = start_events(config, Arc::new(Gated { came: Mutex::new(came), gate: Mutex::new(gate) }));
     let mut busy = dial(&b);
     let message = b"{\"name\":\"n\",\"notify_msg\":\"m\"}";
     busy.write_all(&encode(FrameType::Notify, message, LIMIT).unwrap()).unwrap();
@@ -121,6 +125,52 @@ fn an_answer_that_takes_too_long_gives_its_place_up() {
     ask(&b, FrameType::Probe, b"{}").unwrap();
     assert!(closed_without_answer(busy));
     drop(open);
+}
+
+/// Answers with more than sockets keep for a peer that does not read.
+#[derive(Debug)]
+struct Verbose;
+
+impl HandshakeEvents for Verbose {
+    fn notified(&self, _: &str, _: &str) -> Result<()> {
+        Ok(())
+    }
+
+    fn connection(&self, _: &[u8]) -> Result<Vec<u8>> {
+        Ok(vec![b' '; LONG])
+    }
+}
+
+/// The length of such an answer.
+const LONG: usize = 64 << 20;
+
+#[test]
+fn whoever_takes_its_answer_slowly_gives_way() {
+    // Only making room ends such a connection early: it takes some of its answer again and again.
+    let config = HandshakeConfig {
+        newcomers: 1,
+        grace_ms: 1,
+        io_timeout_ms: 1_000,
+        answer_timeout_ms: 3_600_000,
+        frame_bytes: LONG + 1,
+        ..on_loopback()
+    };
+    let b = start_events(config, Arc::new(Verbose));
+    let mut slow = dial(&b);
+    slow.write_all(&encode(FrameType::Connection, b"{}", LIMIT).unwrap()).unwrap();
+    slow.read_exact(&mut [0; 9]).unwrap();
+    let mut other = dial(&b);
+    other.write_all(&encode(FrameType::Probe, b"{}", LIMIT).unwrap()).unwrap();
+    other.set_read_timeout(Some(Duration::from_millis(5))).unwrap();
+    let (mut taken, mut piece) = (0, vec![0; 128 << 10]);
+    while other.read(&mut [0]).is_err() {
+        taken += slow.read(&mut piece).unwrap_or_default();
+    }
+    // The sockets may still hold some of what was sent.
+    while let Ok(more @ 1..) = slow.read(&mut piece) {
+        taken += more;
+    }
+    assert!(taken < LONG, "the other was let in only once the answer was taken");
 }
 
 #[test]
