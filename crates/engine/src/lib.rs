@@ -77,5 +77,6 @@ pub use memory::{Grant, RegisteredMemory};
 pub use peer::Segment;
 #[cfg(not(loom))]
 pub use plan::Plan;
+#[cfg(not(loom))]
 #[doc(no_inline)]
 pub use posthorse_segment::descriptors;
