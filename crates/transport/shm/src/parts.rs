@@ -7,7 +7,7 @@
 /// Threads beyond share the parts of others.
 const MOST_PARTS: usize = 4;
 /// Pieces of a slice that is cut are no smaller, in bytes: what a piece costs besides its copy is about a microsecond.
-pub(crate) const LEAST_PIECE: u64 = 128 << 10;
+const LEAST_PIECE: u64 = 128 << 10;
 /// Pieces begin at such boundaries.
 const ALIGN: u64 = 4096;
 
