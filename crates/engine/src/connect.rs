@@ -113,8 +113,8 @@ impl Inner {
         self.relaunch(stranded);
     }
 
-    /// Gives up a path that went down, if it stays so, and forgets its peer if nobody needs it: most peers that are gone
-    /// never come back, and what is kept for them would only grow.
+    /// Gives up a path that went down, if it stays so and its transport has no other to the peer, and forgets the peer if
+    /// nobody needs it: most that are gone never come back, and what is kept for them would only grow.
     pub(crate) fn watch(self: &Arc<Self>, path: &Arc<PathEntry>) {
         if path.watched.swap(true, Ordering::SeqCst) {
             return;
@@ -133,7 +133,9 @@ impl Inner {
                     if path.is_up() || path.watched.swap(true, Ordering::SeqCst) {
                         return;
                     }
-                } else if path.under_way() == 0 {
+                } else if path.under_way() == 0
+                    && engine.upgrade().is_some_and(|engine| !engine.has_sibling(&path))
+                {
                     break;
                 }
             }
@@ -141,9 +143,15 @@ impl Inner {
             let here = Arc::clone(&engine);
             engine.control(move || {
                 here.give_up(&path, &path.down_error());
-                drop(here.peers.forget_gone());
+                drop(here.peers.forget_if_gone(path.peer));
             });
         });
+    }
+
+    /// Whether the transport of a path that is down reaches its peer by another: then nobody connects it anew, and the
+    /// path is kept for when it comes up again.
+    fn has_sibling(&self, path: &PathEntry) -> bool {
+        self.peers.by_id(path.peer).is_some_and(|peer| peer.is_up_by(path.transport_id))
     }
 
     /// Waits until there is a path to the peer for requests with this route. What failed before is tried again.

@@ -205,9 +205,10 @@ impl TransferEngine {
         if inner.fork.is_forked() {
             return;
         }
-        if segment.id() != SegmentId::LOCAL && inner.peers.remove(segment.id()).is_some() {
+        if segment.id() != SegmentId::LOCAL && inner.peers.contains(&segment.peer) {
             let error = Error::new(ErrorKind::Closed, "the segment was closed").with_peer(segment.name());
             inner.end_peer(&segment.peer, error);
+            inner.peers.remove(segment.id());
         }
     }
 
@@ -537,7 +538,8 @@ impl Inner {
     /// Checks that a peer was opened by this engine, or is closed anyhow.
     pub(crate) fn check_opened(&self, peer: &Arc<Peer>) -> Result<()> {
         self.check_open()?;
-        if peer.ended().is_some() || self.peers.contains(peer) {
+        // In this order: a peer is ended before it is removed.
+        if self.peers.contains(peer) || peer.ended().is_some() {
             return Ok(());
         }
         Err(Error::invalid_argument(

@@ -285,6 +285,17 @@ impl Peer {
         })
     }
 
+    /// Whether one of this transport's paths to it is up.
+    pub(crate) fn is_up_by(&self, transport: TransportId) -> bool {
+        let reaches = self.reaches.lock();
+        reaches.iter().any(|state| match &state.how {
+            How::Connected(entries) if state.transport == transport => {
+                entries.iter().any(|entry| entry.is_up())
+            }
+            _ => false,
+        })
+    }
+
     /// Has a run wait until a transport was tried.
     pub(crate) fn wait_for_path(&self, run: Run) {
         self.waiting.lock().push(run);

@@ -24,6 +24,22 @@ struct Known {
     over: HashMap<SegmentId, Weak<Peer>>,
     /// The newest life of each name.
     by_name: HashMap<String, SegmentId>,
+    /// How many were left when those that are gone were looked for.
+    left: usize,
+}
+
+impl Known {
+    /// A peer is known no more: nor is its name, unless a newer life has that.
+    fn forget_name(&mut self, peer: &Peer) {
+        if self.by_name.get(&peer.name) == Some(&peer.id) {
+            self.by_name.remove(&peer.name);
+        }
+    }
+}
+
+/// Whether nobody needs a peer of the table. Under its lock nobody can come to hold one that only the table holds.
+fn is_gone(peer: &Arc<Peer>) -> bool {
+    peer.id != SegmentId::LOCAL && Arc::strong_count(peer) == 1 && !peer.is_reached()
 }
 
 /// See [`Peers::asking`].
@@ -85,9 +101,7 @@ impl Peers {
     pub(crate) fn remove(&self, id: SegmentId) -> Option<Arc<Peer>> {
         let mut known = self.inner.write();
         let peer = known.by_id.remove(&id)?;
-        if known.by_name.get(&peer.name) == Some(&id) {
-            known.by_name.remove(&peer.name);
-        }
+        known.forget_name(&peer);
         Some(peer)
     }
 
@@ -96,22 +110,28 @@ impl Peers {
         self.by_id(peer.id).is_some_and(|known| Arc::ptr_eq(&known, peer))
     }
 
-    /// Forgets the peers to which no path is up or being made, and whose segments nobody holds. They are returned, to be
-    /// dropped without the lock.
+    /// Forgets the peers to which no path is up or being made, and whose segments nobody holds, now and then: when there
+    /// are twice as many as were left before. They are returned, to be dropped without the lock.
     #[must_use]
     pub(crate) fn forget_gone(&self) -> Vec<Arc<Peer>> {
         let mut known = self.inner.write();
-        // Under the lock nobody can come to hold one that only we hold.
-        let is_gone = |id: &SegmentId, peer: &mut Arc<Peer>| {
-            *id != SegmentId::LOCAL && Arc::strong_count(peer) == 1 && !peer.is_reached()
-        };
-        let gone: Vec<_> = known.by_id.extract_if(is_gone).map(|(_, peer)| peer).collect();
-        for peer in &gone {
-            if known.by_name.get(&peer.name) == Some(&peer.id) {
-                known.by_name.remove(&peer.name);
-            }
+        if known.by_id.len() < 2 * known.left {
+            return Vec::new();
         }
+        let gone: Vec<_> = known.by_id.extract_if(|_, peer| is_gone(peer)).map(|(_, peer)| peer).collect();
+        gone.iter().for_each(|peer| known.forget_name(peer));
+        known.left = known.by_id.len();
         gone
+    }
+
+    /// As [`Peers::forget_gone`], for one.
+    #[must_use]
+    pub(crate) fn forget_if_gone(&self, id: SegmentId) -> Option<Arc<Peer>> {
+        let mut known = self.inner.write();
+        known.by_id.get(&id).filter(|peer| is_gone(peer))?;
+        let peer = known.by_id.remove(&id)?;
+        known.forget_name(&peer);
+        Some(peer)
     }
 
     pub(crate) fn all(&self) -> Vec<Arc<Peer>> {
@@ -150,5 +170,35 @@ mod tests {
         let known = peers.inner.read();
         assert_eq!((known.by_id.len(), known.by_name.len()), (1, 1));
         assert!(known.over.len() <= 2, "{} lives are kept", known.over.len());
+    }
+
+    #[test]
+    fn peers_that_are_gone_are_forgotten_before_they_are_more_than_those_that_are_held() {
+        let peers = Peers::default();
+        let adopt = |name: String| {
+            let desc = SegmentDesc {
+                name: name.clone(),
+                incarnation: Some(Incarnation(1)),
+                hello: None,
+                transports: Attributes::new(),
+                buffers: Vec::new(),
+            };
+            peers.adopt(&name, Peers::asking(), |_| false, |id| Peer::new(id, desc, &[])).unwrap().0
+        };
+        let held: Vec<_> = (0..10).map(|number| adopt(format!("held {number}"))).collect();
+        for number in 0..100 {
+            let id = adopt(format!("gone {number}")).id;
+            drop(peers.forget_gone());
+            let known = peers.inner.read();
+            assert!(known.by_id.len() < 2 * held.len() + 1, "{} are known", known.by_id.len());
+            assert_eq!(known.by_id.len(), known.by_name.len());
+            drop(known);
+            if number % 7 == 0
+                && let Some(peer) = peers.forget_if_gone(id)
+            {
+                assert!(peers.by_name(&peer.name).is_none() && peers.by_id(id).is_none());
+            }
+        }
+        assert!(held.iter().all(|peer| peers.contains(peer) && peers.forget_if_gone(peer.id).is_none()));
     }
 }

@@ -12,8 +12,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use posthorse_core::{
-    Access, Completion, Deadline, Error, ErrorKind, FarEnd, Path, PathId, PathState, Result, Route,
-    SegmentDesc, SliceError, TransferRequest,
+    Access, Completion, Deadline, Error, ErrorKind, FarEnd, Level, Path, PathId, PathState, Result, Route,
+    SegmentDesc, Slice, SliceError, TransferRequest,
 };
 use posthorse_engine::{EngineConfig, SubmitOptions, TransferEngine};
 use posthorse_segment::Directory;
@@ -165,6 +165,41 @@ fn a_segment_that_could_not_be_opened_can_be_later_and_leaves_no_path_behind() {
     open.store(true, Ordering::SeqCst);
     a.open("b", soon()).unwrap();
     assert_eq!(counts(), (6, 5));
+}
+
+/// A path of a hook's, which is up.
+fn up_path(id: u64) -> Path {
+    Path { state: PathState::Up, ..down_path(id) }
+}
+
+#[test]
+fn a_path_that_stays_down_beside_another_is_kept_for_when_it_comes_up() {
+    let (pair, hooked) = pair(|hooked| {
+        hooked.connect = Some(Box::new(|call, _, _| match call {
+            0 => Some(Ok(vec![up_path(1000), up_path(1001)])),
+            _ => Some(Ok(vec![up_path(2000)])),
+        }));
+        hooked.submit = Some(Box::new(|_, _, slices, events| {
+            let done = |slice: &Slice| Completion { token: slice.token, result: Ok(Level::Visible) };
+            events.completed(&slices.iter().map(done).collect::<Vec<_>>());
+            Some(Ok(slices.len()))
+        }));
+    });
+    let _c = pair.world.engine("c");
+    let _to_c = pair.a.open("c", soon()).unwrap();
+    let down = |path| hooked.events().path_changed(PathId(path), &PathState::Down(failed()));
+    down(1000);
+    // The one that goes down clearly later, and has no other beside it, shows when the first was looked at.
+    thread::sleep(Duration::from_millis(50));
+    down(2000);
+    until("the path to the other peer is given up", || hooked.disconnected.load(Ordering::SeqCst) == 1);
+    hooked.events().path_changed(PathId(1000), &PathState::Up);
+    down(1001);
+    write(&pair, Route::Auto).unwrap();
+    assert_eq!(hooked.connected.load(Ordering::SeqCst), 3, "nothing was connected anew");
+    // Nor is it kept for ever.
+    down(1000);
+    until("both are given up", || hooked.disconnected.load(Ordering::SeqCst) == 3);
 }
 
 #[test]

@@ -9,6 +9,7 @@ use posthorse_engine::Grant;
 
 use super::Inner;
 use super::get::Get;
+use super::lease::Renewal;
 use crate::message::{Outcome, Want};
 
 /// The place that a producer keeps for a get. Dropped before its end, the producer is told that the get has ended
@@ -17,31 +18,51 @@ pub(super) struct Claim {
     inner: Arc<Inner>,
     pub(super) get: Arc<Get>,
     pub(super) want: Want,
-    ended: bool,
+    at_end: AtEnd,
+    renewal: Option<Renewal>,
+}
+
+/// What a producer is told when a claim ends.
+#[derive(Debug, Clone, Copy)]
+enum AtEnd {
+    GivenUp,
+    Done,
+    Nothing,
 }
 
 impl Claim {
     /// For a get that is about to ask.
     pub(super) fn new(inner: &Arc<Inner>, get: &Arc<Get>, want: Want) -> Self {
-        Self { inner: Arc::clone(inner), get: Arc::clone(get), want, ended: false }
+        Self { inner: Arc::clone(inner), get: Arc::clone(get), want, at_end: AtEnd::GivenUp, renewal: None }
+    }
+
+    /// Has the producer told that the get goes on, for as long as this lives: a claim that nothing is heard of lapses.
+    pub(super) fn renew(&mut self, every: Duration) {
+        self.renewal = Some(Renewal::new(&self.inner, &self.get.address, &self.get.pull, every));
     }
 
     /// The producer keeps no place, or learns from somebody else how the get ends.
     pub(super) fn end(mut self) {
-        self.ended = true;
+        self.at_end = AtEnd::Nothing;
+    }
+
+    /// The payload is there: when this is dropped, the producer may let go of it.
+    pub(super) const fn arrived(&mut self) {
+        self.at_end = AtEnd::Done;
     }
 
     /// The payload has arrived: the producer may let go of it.
-    pub(super) fn done(self) {
-        self.inner.close(&self.get.address, &self.get.pull, Outcome::Done);
-        self.end();
+    pub(super) fn done(mut self) {
+        self.arrived();
     }
 }
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        if !self.ended {
-            self.inner.give_up(&self.get, self.want);
+        match self.at_end {
+            AtEnd::GivenUp => self.inner.give_up(&self.get, self.want),
+            AtEnd::Done => self.inner.close(&self.get.address, &self.get.pull, Outcome::Done),
+            AtEnd::Nothing => {}
         }
     }
 }

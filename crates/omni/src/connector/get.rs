@@ -12,7 +12,7 @@ use posthorse_core::{
 use posthorse_engine::{LeasedMemory, Precedence, Segment, SubmitOptions};
 
 use super::claim::{Claim, Granted};
-use super::lease::{self, Lease, Renewal};
+use super::lease::{self, Lease};
 use super::put::Ticket;
 use super::received::Received;
 use super::worker::block_on;
@@ -238,7 +238,7 @@ impl Inner {
         }
         // Room, a connection and the bytes may take longer than the producer keeps a place for a silent consumer.
         let every = lease::renewal(Duration::from_millis(self.config.liveness_ms), offered.liveness_ms);
-        let renewal = Renewal::new(self, &get.address, &get.pull, every);
+        claim.renew(every);
         get.check_put(&offered)?;
         offered.manifest.check(size)?;
         let segment = self.open_producer(&get, &offered, blocking).await?;
@@ -251,16 +251,16 @@ impl Inner {
         self.remember(&get.address, same_host);
         if let (true, Want::Read, true, Some(grant)) = (get.lease, claim.want, same_host, &offered.grant) {
             let (inner, segment, grant) = (Arc::clone(self), segment.clone(), grant.clone());
-            let lease = move || inner.lease(&segment, route, &grant);
-            let memory = self.blocking(blocking, get.deadline, "the producer's memory", lease).await??;
+            let lease = move || inner.lease(&segment, route, &grant).map(|memory| (memory, claim));
+            let (memory, kept) =
+                self.blocking(blocking, get.deadline, "the producer's memory", lease).await??;
             if let Some(memory) = memory {
-                // How it ends the producer learns of the lease.
-                claim.end();
-                let lease = Lease::new(memory, renewal);
+                let lease = Lease::new(memory, kept);
                 return Received::leased(lease, size, offered.manifest, transport).map(Some);
             }
+            claim = kept;
         }
-        let buffer = match (claim.want, same_host, &offered.grant) {
+        let (buffer, claim) = match (claim.want, same_host, &offered.grant) {
             (Want::Read, true, Some(grant)) => {
                 let slot = self.room(size, get.deadline, blocking).await?.into_slot();
                 let request = TransferRequest {
@@ -279,7 +279,8 @@ impl Inner {
                 let checksum = self.config.checksum.max(offered.checksum);
                 let options = SubmitOptions { deadline: get.deadline, checksum };
                 let inner = Arc::clone(self);
-                let read = move || inner.read(slot, request, options);
+                // A get that is dropped meanwhile ends when the producer's memory is read no more.
+                let read = move || inner.read(slot, request, options).map(|buffer| (buffer, claim));
                 self.blocking(blocking, get.deadline, "the payload's bytes", read).await??
             }
             (Want::Read, ..) => {
@@ -568,6 +569,11 @@ mod tests {
     use std::sync::{Mutex, mpsc};
     use std::task::{Context, Waker};
 
+    use posthorse_core::Transport;
+    use posthorse_engine::TransferEngine;
+    use posthorse_segment::MemoryDirectory;
+    use posthorse_testkit::{ControlHub, Fault, FaultTransport, MemoryHub, Plan};
+
     use super::*;
     use crate::connector::tests::{Pair, edge, eventually, soon};
     use crate::control::BLOCKING_TURNS;
@@ -621,6 +627,47 @@ mod tests {
     }
 
     #[test]
+    fn a_producer_keeps_what_is_read_until_a_get_that_was_dropped_reads_no_more() {
+        let (hub, control, directory) =
+            (MemoryHub::default(), ControlHub::default(), Arc::new(MemoryDirectory::default()));
+        let engine = |name: &str, transport: Arc<dyn Transport>| {
+            let directory = Arc::clone(&directory) as _;
+            let builder = TransferEngine::builder().directory(name, directory, control.channel(name));
+            builder.transport(transport).bare().build().unwrap()
+        };
+        // Whatever the consumer reads ends when the test says so.
+        let slices = (0..1000).map(|slice| (slice, Fault::Delay(1))).collect();
+        let held = FaultTransport::new(hub.transport(), Plan { slices, ..Plan::none() });
+        let of_sender = engine("sender", hub.transport());
+        let of_receiver = engine("receiver", Arc::clone(&held) as _);
+        let pair = Pair::with_engines(|_| {}, Some(of_sender), Some(of_receiver.clone()));
+        pair.put("k", b"x");
+        let edge = edge();
+        let mut get = Box::pin(pair.receiver.get_async(&edge, "k", GetOptions::until(soon())));
+        eventually("the begin of the read", || {
+            assert!(get.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+            of_receiver.in_flight() == 1
+        });
+        drop(get);
+        // Whatever the producer was told by that, it has heard.
+        assert!(pair.receiver.inner().farewells.wait(soon()));
+        assert_eq!(pair.sender.health().offers.claims, 1, "it would let go of what is being read");
+        held.step();
+        eventually("the end of the claim", || pair.sender.health().offers.claims == 0);
+        let again = std::thread::scope(|scope| {
+            let again = scope.spawn(|| pair.get("k").map(|got| got.bytes().unwrap().to_vec()));
+            eventually("the end of the second read", || {
+                held.step();
+                again.is_finished()
+            });
+            again.join().unwrap()
+        });
+        assert_eq!(again.unwrap(), b"x");
+        pair.assert_idle();
+        assert_eq!(held.violations(), Vec::<String>::new());
+    }
+
+    #[test]
     fn a_payload_that_was_written_for_a_get_that_gave_up_is_still_offered() {
         let pair = Pair::new(|_| {});
         pair.put("k", b"x");
@@ -646,7 +693,7 @@ mod tests {
         let pair = Pair::new(|config| config.liveness_ms = 3000);
         pair.put("k", b"x");
         let (get, inner) = (written(&pair, "k"), pair.receiver.inner());
-        let renewal = Renewal::new(inner, &get.address, &get.pull, Duration::from_millis(200));
+        let renewal = lease::Renewal::new(inner, &get.address, &get.pull, Duration::from_millis(200));
         let until = Instant::now() + Duration::from_millis(4500);
         while Instant::now() < until {
             assert_eq!(pair.sender.health().offers.claims, 1, "its place was given away");

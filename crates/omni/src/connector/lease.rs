@@ -9,7 +9,7 @@ use posthorse_core::Result;
 use posthorse_engine::LeasedMemory;
 
 use super::Inner;
-use crate::message::Outcome;
+use super::claim::Claim;
 use crate::offer::PullId;
 
 /// The most often that a producer may want to hear of us: what the shortest liveness time demands.
@@ -60,7 +60,6 @@ impl Renewals {
 /// As long as this lives, the producer is told that a get goes on: its claim to the payload does not lapse.
 pub(super) struct Renewal {
     inner: Arc<Inner>,
-    address: String,
     pull: PullId,
 }
 
@@ -69,7 +68,7 @@ impl Renewal {
         let now = Instant::now();
         inner.renewals.lock().add(pull, address, every, now);
         inner.timer.arm(now + every);
-        Self { inner: Arc::clone(inner), address: address.to_owned(), pull: pull.clone() }
+        Self { inner: Arc::clone(inner), pull: pull.clone() }
     }
 }
 
@@ -84,34 +83,28 @@ impl Drop for Renewal {
 /// A read-only view of a producer's buffer. The producer keeps the buffer until this is dropped, or this process
 /// is gone.
 pub struct Lease {
-    memory: Option<LeasedMemory>,
-    renewal: Renewal,
+    /// Dropped first: what the producer hears next is true.
+    memory: LeasedMemory,
+    claim: Claim,
 }
 
 impl Lease {
-    pub(super) const fn new(memory: LeasedMemory, renewal: Renewal) -> Self {
-        Self { memory: Some(memory), renewal }
+    pub(super) const fn new(memory: LeasedMemory, mut claim: Claim) -> Self {
+        claim.arrived();
+        Self { memory, claim }
     }
 
     /// # Errors
     /// `Forked` in a child process.
     pub(super) fn bytes(&self) -> Result<&[u8]> {
-        self.memory.as_ref().map_or(Ok(&[]), LeasedMemory::bytes)
-    }
-}
-
-impl Drop for Lease {
-    fn drop(&mut self) {
-        // The view goes first: what the producer hears next is true.
-        self.memory = None;
-        let Renewal { inner, address, pull } = &self.renewal;
-        inner.close(address, pull, Outcome::Done);
+        self.memory.bytes()
     }
 }
 
 impl fmt::Debug for Lease {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Lease(get {} of {})", self.renewal.pull.pull, self.renewal.address)
+        let get = &self.claim.get;
+        write!(f, "Lease(get {} of {})", get.pull.pull, get.address)
     }
 }
 

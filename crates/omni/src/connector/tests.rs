@@ -54,14 +54,26 @@ pub(super) struct Pair {
 
 impl Pair {
     pub(super) fn new(change: impl Fn(&mut ConnectorConfig)) -> Self {
-        let mut of_sender = config(Role::Sender);
-        change(&mut of_sender);
-        let sender = Connector::builder().config(of_sender).build().unwrap();
+        Self::with_engines(change, None, None)
+    }
+
+    pub(super) fn with_engines(
+        change: impl Fn(&mut ConnectorConfig),
+        of_sender: Option<TransferEngine>,
+        of_receiver: Option<TransferEngine>,
+    ) -> Self {
+        let build = |config, engine: Option<TransferEngine>| {
+            let builder = Connector::builder().config(config);
+            engine.into_iter().fold(builder, ConnectorBuilder::engine).build().unwrap()
+        };
+        let mut config_of_sender = config(Role::Sender);
+        change(&mut config_of_sender);
+        let sender = build(config_of_sender, of_sender);
         let (host, port) = sender.address().unwrap();
-        let mut of_receiver = config(Role::Receiver);
-        change(&mut of_receiver);
-        (of_receiver.sender_host, of_receiver.sender_zmq_port) = (Some(host), Some(port));
-        let receiver = Connector::builder().config(of_receiver).build().unwrap();
+        let mut config_of_receiver = config(Role::Receiver);
+        change(&mut config_of_receiver);
+        (config_of_receiver.sender_host, config_of_receiver.sender_zmq_port) = (Some(host), Some(port));
+        let receiver = build(config_of_receiver, of_receiver);
         Self { sender, receiver, address: format!("127.0.0.1:{port}") }
     }
 
