@@ -88,7 +88,7 @@ impl Inner {
             self.end_peer(&old, error.with_peer(desc.name));
         }
         // Those that were held when their paths were given up.
-        drop(self.peers.forget_gone());
+        self.forgotten(self.peers.forget_gone());
         Ok(Some(peer))
     }
 
@@ -100,6 +100,13 @@ impl Inner {
         }
         for run in peer.take_waiting(|_| true) {
             self.end_run(&run, &error);
+        }
+    }
+
+    /// Gives up what paths are left to peers that were forgotten: some that were never up, say.
+    fn forgotten(self: &Arc<Self>, peers: impl IntoIterator<Item = Arc<Peer>>) {
+        for path in peers.into_iter().flat_map(|peer| peer.take_paths()) {
+            self.give_up(&path, &path.down_error());
         }
     }
 
@@ -143,7 +150,7 @@ impl Inner {
             let here = Arc::clone(&engine);
             engine.control(move || {
                 here.give_up(&path, &path.down_error());
-                drop(here.peers.forget_if_gone(path.peer));
+                here.forgotten(here.peers.forget_if_gone(path.peer));
             });
         });
     }

@@ -203,6 +203,16 @@ fn a_path_that_stays_down_beside_another_is_kept_for_when_it_comes_up() {
 }
 
 #[test]
+fn a_path_that_was_never_up_is_given_up_with_its_peer() {
+    let (pair, hooked) = pair(|hooked| {
+        hooked.connect = Some(Box::new(|_, _, _| Some(Ok(vec![up_path(1000), down_path(1001)]))));
+    });
+    drop(pair.to_b);
+    hooked.events().path_changed(PathId(1000), &PathState::Down(failed()));
+    until("both are given up", || hooked.disconnected.load(Ordering::SeqCst) == 2);
+}
+
+#[test]
 fn a_path_that_stays_down_is_given_up_and_its_peer_forgotten() {
     let (pair, hooked) = pair(|hooked| {
         hooked.submit = Some(Box::new(|call, path, _, events| {

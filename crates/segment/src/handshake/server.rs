@@ -2,8 +2,7 @@
 
 use std::collections::VecDeque;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr};
-use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 use std::{fmt, io, net};
 
@@ -218,83 +217,117 @@ impl Drop for Port {
 }
 
 /// How far a connection has come, for whoever needs its place.
-#[derive(Debug, Default)]
-pub(crate) struct Progress {
-    stage: AtomicU8,
-    /// When its answer was made.
-    answering: OnceLock<Instant>,
+#[derive(Debug)]
+pub(crate) struct Progress(Mutex<Stage>);
+
+#[derive(Debug, Clone, Copy)]
+enum Stage {
+    /// It has not asked for anything, and gives way once it has had its time.
+    Silent { since: Instant },
+    /// We work at what it asked for: it keeps its place.
+    Asked,
+    /// Only its taking of the answer is outstanding, for which it alone sets the pace: it gives way once it has had its
+    /// time.
+    Answering { since: Instant },
+    /// It has its answer, and gives way at once.
+    Answered,
+    /// It is no newcomer any more.
+    Settled,
+    /// It has had to give way.
+    Ended,
 }
 
-/// It has not asked for anything, and gives way once it has had its time.
-const SILENT: u8 = 0;
-/// We work at what it asked for: it keeps its place.
-const ASKED: u8 = 1;
-/// Only its taking of the answer is outstanding, for which it alone sets the pace: it gives way once it has had its time.
-const ANSWERING: u8 = 2;
-/// It has its answer, and gives way at once.
-const ANSWERED: u8 = 3;
-/// It is no newcomer any more.
-const SETTLED: u8 = 4;
-/// It has had to give way.
-const ENDED: u8 = 5;
+impl Stage {
+    /// When it gives way to another, if it does.
+    fn gives_way_in(self, config: &HandshakeConfig) -> Option<Duration> {
+        match self {
+            Self::Silent { since } => Some(config.grace().saturating_sub(since.elapsed())),
+            Self::Answering { since } => Some(config.io_timeout().saturating_sub(since.elapsed())),
+            Self::Answered => Some(Duration::ZERO),
+            Self::Asked | Self::Settled | Self::Ended => None,
+        }
+    }
+}
 
 impl Progress {
-    fn get(&self) -> u8 {
-        self.stage.load(Ordering::Relaxed)
+    fn new() -> Self {
+        Self(Mutex::new(Stage::Silent { since: Instant::now() }))
     }
 
-    /// Goes on from one stage to the next. False when it is not there, as it has had to give way.
-    fn advance(&self, from: u8, to: u8) -> bool {
-        self.stage.compare_exchange(from, to, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+    /// It has asked. False when it has had to give way.
+    fn ask(&self) -> bool {
+        self.go_on(Stage::Asked)
     }
 
-    /// What it asked for is done: its answer goes out from now on.
+    /// What it asked for is done: its answer goes out from now on. It cannot have had to give way meanwhile.
     pub(crate) fn answer(&self) {
-        let _ = self.answering.set(Instant::now());
-        self.advance(ASKED, ANSWERING);
+        self.go_on(Stage::Answering { since: Instant::now() });
+    }
+
+    /// It has its answer, and was to have nothing else.
+    fn answered(&self) {
+        self.go_on(Stage::Answered);
     }
 
     /// The connection stays. False when it has had to give way.
     pub(crate) fn settle(&self) -> bool {
-        self.advance(ANSWERING, SETTLED)
+        self.go_on(Stage::Settled)
+    }
+
+    fn stage(&self) -> MutexGuard<'_, Stage> {
+        // Each change is one store: what a panicking holder left is as good.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn go_on(&self, next: Stage) -> bool {
+        let mut stage = self.stage();
+        if matches!(*stage, Stage::Ended) {
+            return false;
+        }
+        *stage = next;
+        true
+    }
+
+    /// Whether it needs no place among the newcomers any more.
+    fn is_over(&self) -> bool {
+        matches!(*self.stage(), Stage::Settled | Stage::Ended)
+    }
+
+    fn gives_way_in(&self, config: &HandshakeConfig) -> Option<Duration> {
+        self.stage().gives_way_in(config)
+    }
+
+    /// Has it give way, unless it has gone on since it was to.
+    fn end(&self, config: &HandshakeConfig) -> bool {
+        let mut stage = self.stage();
+        let ends = stage.gives_way_in(config).is_some_and(|left| left.is_zero());
+        if ends {
+            *stage = Stage::Ended;
+        }
+        ends
     }
 }
 
 /// A connection that may be at its first request.
 struct Newcomer {
-    since: Instant,
     task: AbortHandle,
     progress: Arc<Progress>,
-}
-
-impl Newcomer {
-    /// When it gives way to another, if it does.
-    fn gives_way_in(&self, config: &HandshakeConfig) -> Option<Duration> {
-        match self.progress.get() {
-            SILENT => Some(config.grace().saturating_sub(self.since.elapsed())),
-            ANSWERING => Some(config.io_timeout().saturating_sub(self.progress.answering.get()?.elapsed())),
-            ANSWERED => Some(Duration::ZERO),
-            _ => None,
-        }
-    }
 }
 
 /// Waits until there are fewer than `most` newcomers: until one has settled or ended, or gives way. Meanwhile, the system
 /// keeps others.
 async fn make_room(newcomers: &mut VecDeque<Newcomer>, most: usize, config: &HandshakeConfig) {
     loop {
-        newcomers.retain(|newcomer| {
-            !matches!(newcomer.progress.get(), SETTLED | ENDED) && !newcomer.task.is_finished()
-        });
+        newcomers.retain(|newcomer| !newcomer.progress.is_over() && !newcomer.task.is_finished());
         if newcomers.len() < most {
             return;
         }
-        let next = newcomers.iter().filter_map(|newcomer| Some((newcomer.gives_way_in(config)?, newcomer)));
+        let next = newcomers
+            .iter()
+            .filter_map(|newcomer| Some((newcomer.progress.gives_way_in(config)?, newcomer)));
         match next.min_by_key(|(left, _)| *left) {
             Some((left, newcomer)) if left.is_zero() => {
-                let stage = newcomer.progress.get();
-                // It may have gone on since.
-                if matches!(stage, SILENT | ANSWERING | ANSWERED) && newcomer.progress.advance(stage, ENDED) {
+                if newcomer.progress.end(config) {
                     newcomer.task.abort();
                 }
             }
@@ -316,14 +349,14 @@ async fn accept(port: Port, local: Arc<Local>) {
         };
         while connections.try_join_next().is_some() {}
         make_room(&mut newcomers, most, &local.config).await;
-        let progress = Arc::new(Progress::default());
+        let progress = Arc::new(Progress::new());
         let serving = serve(stream, Arc::clone(&local), Arc::clone(&progress));
         let task = connections.spawn(async move {
             if let Err(error) = serving.await {
                 tracing::debug!(%address, %error, "a handshake connection was given up");
             }
         });
-        newcomers.push_back(Newcomer { since: Instant::now(), task, progress });
+        newcomers.push_back(Newcomer { task, progress });
     }
 }
 
@@ -337,7 +370,7 @@ async fn serve(stream: TcpStream, local: Arc<Local>, progress: Arc<Progress>) ->
         return Err(Error::new(ErrorKind::DeadlineExceeded, format!("no whole request within {patience:?}")));
     };
     let Some(Frame { frame_type, body }) = frame? else { return Ok(()) };
-    if !progress.advance(SILENT, ASKED) {
+    if !progress.ask() {
         return Ok(());
     }
     if frame_type == FrameType::Control {
@@ -348,7 +381,7 @@ async fn serve(stream: TcpStream, local: Arc<Local>, progress: Arc<Progress>) ->
     timeout(limit, reply(&mut socket, frame_type, body, &local, &progress)).await.map_err(|_| {
         Error::new(ErrorKind::DeadlineExceeded, format!("the answer was not taken within {limit:?}"))
     })??;
-    progress.advance(ANSWERING, ANSWERED);
+    progress.answered();
     // As foreign servers do: say that this was all, then wait for the client to close.
     let _ = socket.shutdown().await;
     let _ = timeout(patience, reader.drain()).await;
