@@ -12,6 +12,7 @@ use posthorse_core::{AtWork, Error, ErrorKind, PathId, RegionId, Result, Slice, 
 
 use crate::config::ShmConfig;
 use crate::copy::copy_piece;
+use crate::events::note_own_thread;
 use crate::jobs::{Jobs, Piece, Push, Reports};
 use crate::link::Link;
 use crate::remote::RemoteRegion;
@@ -287,6 +288,7 @@ impl Copiers {
     }
 
     fn run(&self) {
+        note_own_thread();
         let (mut turn, mut copied) = (Turn::default(), false);
         loop {
             let next = self.next(&mut turn, copied);

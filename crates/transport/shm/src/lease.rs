@@ -26,7 +26,8 @@ pub(crate) struct Lease {
 ///
 /// # Errors
 /// `AccessDenied` when the grant has ended or does not let peers read; `Unsupported` for memory that is not a
-/// file; `DeadlineExceeded` when the peer does not answer.
+/// file; `DeadlineExceeded` when the peer does not answer; `Busy` from within an event on one of a transport's own threads,
+/// unless the region is mapped already.
 pub(crate) fn lease(link: &Arc<Link>, grant: &GrantDesc) -> Result<Arc<dyn Region>> {
     let _inside = link.enter()?;
     let (slot, terms) = LeaseSlot::announce(&link.met.slots, &link.met.table, grant.token, link.met.me)?;

@@ -17,6 +17,7 @@ use rustix::io::Errno;
 use rustix::net::{Shutdown, shutdown};
 
 use crate::copiers::{Arrival, Copiers, Lent};
+use crate::events::is_own_thread;
 use crate::jobs::{Push, failure, success};
 use crate::owner::wait_until;
 use crate::remote::RemoteRegion;
@@ -210,11 +211,17 @@ impl Link {
     }
 
     /// Waits until a region is here.
+    ///
+    /// # Errors
+    /// `Busy` on a transport's own thread, as the answer is heard by one and mapped by another.
     pub(crate) fn await_region(self: &Arc<Self>, wanted: MapRequest) -> Result<Arc<RemoteRegion>> {
         let (arrived, ask) = {
             let mut pending = self.pending.lock();
             if let Some(region) = self.region(wanted) {
                 return Ok(region);
+            }
+            if is_own_thread() {
+                return Err(self.not_here_yet(wanted.region));
             }
             let (tell, arrived): (_, Receiver<Result<()>>) = sync_channel(1);
             pending.waiters.push((wanted, tell));
@@ -232,6 +239,14 @@ impl Link {
             Err(_) => return Err(Deadline::exceeded("the peer to lend a region").with_peer(&*self.met.peer)),
         }
         self.region(wanted).ok_or_else(|| self.withdrawn(wanted.region))
+    }
+
+    fn not_here_yet(&self, region: RegionId) -> Error {
+        let message =
+            format!("the peer's region {region} is not mapped yet, and an event cannot wait for it");
+        Error::new(ErrorKind::Busy, message)
+            .with_peer(&*self.met.peer)
+            .with_advice("take the lease on a thread of your own")
     }
 
     pub(crate) fn withdrawn(&self, region: RegionId) -> Error {

@@ -151,6 +151,32 @@ fn a_waker_that_takes_its_time_does_not_hold_up_other_slices() {
 }
 
 #[test]
+fn a_lease_from_within_an_event_is_of_what_is_mapped_or_refused_at_once() {
+    let pair = Pair::queued();
+    let there = pair.b.grant_all(&pair._region, Access::Read);
+    let other = pair.b.shared(LEN);
+    let other = pair.b.grant_all(&other, Access::Read);
+    // On the thread that hears the peer, and on the one that maps what arrives.
+    let acts: [fn(&Pair); 2] = [
+        |pair| pair.a.transport.notify(pair.path, 1, b"x").unwrap(),
+        |pair| pair.a.submit(pair.path, &[pair.slice(1)]).unwrap(),
+    ];
+    for act in acts {
+        let (a, path, grants) = (Arc::clone(&pair.a), pair.path, [there.clone(), other.clone()]);
+        let (tell, told) = channel();
+        pair.a.events.wake(move || {
+            let lease = |grant| a.transport.lease(path, grant).map(drop).map_err(|error| error.kind());
+            tell.send(grants.each_ref().map(lease)).unwrap();
+        });
+        act(&pair);
+        let leases = told.recv_timeout(Duration::from_secs(60)).unwrap();
+        assert_eq!(leases, [Ok(()), Err(ErrorKind::Busy)]);
+        pair.a.events.completion(1).result.unwrap();
+    }
+    drop(pair.a.transport.lease(pair.path, &other).unwrap());
+}
+
+#[test]
 fn wakers_that_end_each_others_paths_do_not_wait_for_each_other() {
     let pair = Pair::new(ShmConfig { inline_bytes: 0, copy_threads: 2, ..config() });
     let paths = [pair.path, pair.a.connect(&pair.b)];

@@ -17,6 +17,7 @@ use rustix::fs::Timespec;
 use rustix::io::Errno;
 
 use super::socket::PacketBuffer;
+use crate::events::note_own_thread;
 
 /// Something to be waited for.
 pub(crate) trait Source: fmt::Debug + Send + Sync {
@@ -130,6 +131,7 @@ impl Reactor {
     }
 
     fn run(&self, tick: Duration) {
+        note_own_thread();
         let mut buffer = PacketBuffer::new();
         let mut events = Vec::with_capacity(EVENTS);
         let timeout = Timespec::try_from(tick).ok();
