@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use common::{Node, config, from_json, pattern, slice, soon, to_json};
 use posthorse_core::{
-    Access, Deadline, ErrorKind, GrantDesc, HostView, Opcode, PathId, PathState, Region, Transport,
+    Access, Deadline, ErrorKind, GrantDesc, HostView, Opcode, PathId, PathState, Transport,
 };
 use posthorse_shm::ShmConfig;
 use posthorse_testkit::skip;
@@ -71,7 +71,11 @@ impl Peer {
     }
 
     fn connect(&mut self, node: &Node) -> Value {
-        self.ask(&json!({ "do": "connect", "peer": to_json(&node.desc) }))
+        self.connect_to(&to_json(&node.desc))
+    }
+
+    fn connect_to(&mut self, desc: &Value) -> Value {
+        self.ask(&json!({ "do": "connect", "peer": desc }))
     }
 
     fn signal(&self, signal: libc::c_int) {
@@ -118,8 +122,9 @@ fn child_main() {
     // SAFETY: as above: this process ends with its parent.
     unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
     let folder = options["folder"].as_str().map(Into::into);
+    let liveness_ms = options["liveness_ms"].as_u64().unwrap_or_else(|| config().liveness_ms);
     // Large pieces, so that it can be stopped in the midst of one.
-    let config = ShmConfig { folder, piece_bytes: 64 << 20, ..config() };
+    let config = ShmConfig { folder, liveness_ms, piece_bytes: 64 << 20, ..config() };
     let node = Arc::new(Node::with("child:1", config, None));
     let mut path = PathId(0);
     let mut leases = Vec::new();
@@ -150,11 +155,13 @@ fn child_main() {
                     say(&json!("ended"));
                 });
             }
-            "lease" => {
-                let lease: Arc<dyn Region> = node.transport.lease(path, &grant()).unwrap();
-                say(&json!(lease.view().len()));
-                leases.push(lease);
-            }
+            "lease" => match node.transport.lease(path, &grant()) {
+                Ok(lease) => {
+                    say(&json!(lease.view().len()));
+                    leases.push(lease);
+                }
+                Err(error) => say(&json!(error.kind().name())),
+            },
             "serve" => {
                 let region = node.shared(command["len"].as_u64().unwrap() as usize);
                 let grant = node.grant_all(&region, Access::ReadWrite);
@@ -281,6 +288,24 @@ fn a_lease_ends_with_its_holder() {
     assert_eq!(error.kind(), ErrorKind::DeadlineExceeded);
     peer.child.kill().unwrap();
     node.transport.revoke(grant.token, soon()).unwrap();
+}
+
+#[test]
+fn a_lease_blames_no_owner_that_answered_while_this_process_was_stopped() {
+    const LIVENESS: Duration = Duration::from_millis(600);
+    let mut owner = Peer::plain();
+    let served = owner.ask(&json!({ "do": "serve", "len": 4096 }));
+    let mut reader = Peer::start(&[], &json!({ "liveness_ms": LIVENESS.as_millis() as u64 }));
+    assert_eq!(reader.connect_to(&served["peer"]), "up");
+    owner.signal(libc::SIGSTOP);
+    reader.tell(&json!({ "do": "lease", "grant": served["grant"] }));
+    // Time to ask; if it has not, nothing is tested.
+    std::thread::sleep(LIVENESS / 12);
+    reader.signal(libc::SIGSTOP);
+    owner.signal(libc::SIGCONT);
+    std::thread::sleep(LIVENESS * 3);
+    reader.signal(libc::SIGCONT);
+    assert_eq!(reader.hear(), 4096);
 }
 
 #[test]
