@@ -89,7 +89,13 @@ pub(crate) enum Direction {
     ToPeer,
 }
 
-/// Copies between this process and another by `process_vm_readv(2)` or `process_vm_writev(2)`.
+/// Copies between this process and another by `process_vm_readv(2)` or `process_vm_writev(2)`, which name the other by
+/// its number. That may have passed to a third by the time of the call, if we were stopped for a while. What was read
+/// counts only if the process is still there afterwards. What was written cannot be called back: looking before and
+/// failing after make it improbable and known, not impossible.
+///
+/// # Errors
+/// `PeerGone` when the process has ended by the end of the copy, although it may have been there for all of it.
 ///
 /// # Safety
 /// `local` is alive, and readable or (from the peer) writable; nobody uses it meanwhile in a way that Rust
@@ -100,20 +106,15 @@ pub(crate) unsafe fn process_vm(
     remote: u64,
     direction: Direction,
 ) -> Result<()> {
-    let mut done = 0;
-    while done < local.len() {
-        // Its number may be another's by now, if we were stopped for a while.
-        if is_ready(&process.pidfd, PollFlags::IN) {
-            return Err(process_is_gone());
-        }
+    let pid = process.pid.as_raw_pid();
+    while_there(process, local.len(), |done| {
         let ours =
             libc::iovec { iov_base: local.as_ptr().wrapping_add(done).cast(), iov_len: local.len() - done };
         let theirs = libc::iovec {
             iov_base: std::ptr::without_provenance_mut(remote.wrapping_add(done as u64) as usize),
             iov_len: local.len() - done,
         };
-        let pid = process.pid.as_raw_pid();
-        let moved = match direction {
+        match direction {
             // SAFETY: the caller's promise for our end; the kernel checks the other.
             Direction::FromPeer => unsafe {
                 libc::process_vm_readv(pid, &raw const ours, 1, &raw const theirs, 1, 0)
@@ -122,16 +123,25 @@ pub(crate) unsafe fn process_vm(
             Direction::ToPeer => unsafe {
                 libc::process_vm_writev(pid, &raw const ours, 1, &raw const theirs, 1, 0)
             },
-        };
+        }
+    })
+}
+
+/// Has `copy` copy `len` bytes, call by call. It is told how many have been, and returns what the system call does. The
+/// process is there before the first call and after each.
+fn while_there(process: &Process, len: usize, mut copy: impl FnMut(usize) -> libc::ssize_t) -> Result<()> {
+    let check = || if is_ready(&process.pidfd, PollFlags::IN) { Err(process_is_gone()) } else { Ok(()) };
+    check()?;
+    let mut done = 0;
+    while done < len {
+        let moved = copy(done);
+        let error = io::Error::last_os_error();
+        check()?;
         match usize::try_from(moved) {
             Ok(0) => return Err(Error::new(ErrorKind::PathFailed, "process_vm copied nothing")),
             Ok(moved) => done += moved,
-            Err(_) => {
-                let error = io::Error::last_os_error();
-                if error.kind() != io::ErrorKind::Interrupted {
-                    return Err(process_vm_refusal(&error));
-                }
-            }
+            Err(_) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(_) => return Err(process_vm_refusal(&error)),
         }
     }
     Ok(())
@@ -182,6 +192,21 @@ mod tests {
     fn ourselves() -> Process {
         let pid = getpid();
         Process { pid, pidfd: pidfd_open(pid, PidfdFlags::empty()).unwrap().into() }
+    }
+
+    #[test]
+    fn what_is_copied_while_the_process_ends_does_not_count() {
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let pid = Pid::from_child(&child);
+        let process = Process { pid, pidfd: pidfd_open(pid, PidfdFlags::empty()).unwrap().into() };
+        while_there(&process, 4, |_| 1).unwrap();
+        let error = while_there(&process, 4, |_| {
+            child.kill().unwrap();
+            child.wait().unwrap();
+            // Its number is another's by now, and this is of that one.
+            4
+        });
+        assert_eq!(error.unwrap_err().kind(), ErrorKind::PeerGone);
     }
 
     #[test]
