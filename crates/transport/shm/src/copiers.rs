@@ -28,6 +28,8 @@ const HELP_BYTES: u64 = 1 << 20;
 pub(crate) struct Arrival {
     pub(crate) link: Arc<Link>,
     pub(crate) request: MapRequest,
+    /// By its number.
+    pub(crate) question: u64,
     /// What arrived, or why nothing will.
     pub(crate) lent: Result<Lent>,
 }
@@ -38,8 +40,6 @@ pub(crate) struct Lent {
     pub(crate) reply: RegionReply,
     pub(crate) offset: u64,
     pub(crate) file: OwnedFd,
-    /// With which answer of the peer.
-    pub(crate) answer: u64,
 }
 
 #[derive(Debug)]
@@ -186,8 +186,11 @@ impl Copiers {
         self.change(|state| state.jobs.release(path, region, writable));
     }
 
-    pub(crate) fn fail(&self, path: PathId, request: MapRequest, error: &Error) {
-        self.report(|jobs, reports| jobs.fail(path, request, error, reports));
+    /// Ends what waits for a region, and returns what the caller [delivers](Copiers::deliver) once it holds no lock.
+    pub(crate) fn fail(&self, path: PathId, request: MapRequest, error: &Error) -> Reports {
+        let mut reports = Reports::default();
+        self.change(|state| state.jobs.fail(path, request, error, &mut reports));
+        reports
     }
 
     /// Calls off the slices for whose token `which` says so.
@@ -239,6 +242,10 @@ impl Copiers {
     fn report(&self, act: impl FnOnce(&mut Jobs<Arc<Link>>, &mut Reports)) {
         let mut reports = Reports::default();
         self.change(|state| act(&mut state.jobs, &mut reports));
+        self.deliver(reports);
+    }
+
+    pub(crate) fn deliver(&self, mut reports: Reports) {
         self.send(&mut reports);
         self.sent(&mut reports);
     }
@@ -295,13 +302,9 @@ impl Copiers {
             copied = matches!(next, Next::Copy);
             match next {
                 Next::Stop => return,
-                Next::Map(Arrival { link, request, lent }) => {
-                    match lent {
-                        Ok(Lent { reply, offset, file, answer }) => {
-                            link.arrived(request, answer, RemoteRegion::map(&reply, offset, file));
-                        }
-                        Err(error) => link.refuse(request, &error),
-                    }
+                Next::Map(Arrival { link, request, question, lent }) => {
+                    let map = |lent: Lent| RemoteRegion::map(&lent.reply, lent.offset, lent.file);
+                    link.arrived(request, question, lent.and_then(map));
                     self.state.lock().up += 1;
                 }
                 Next::Copy => {

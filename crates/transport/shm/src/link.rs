@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
-use parking_lot::{Mutex, RwLock};
+use parking_lot::{Mutex, MutexGuard, RwLock};
 use posthorse_core::{
     AtWork, Completion, Deadline, Error, ErrorKind, FarEnd, PathId, PathState, RegionId, Result, Slice,
     SliceError, TransportEvents,
@@ -74,18 +74,33 @@ pub(crate) struct Link {
 #[derive(Debug, Default)]
 struct Pending {
     asked: HashMap<MapRequest, Asked>,
-    /// How many were answered.
-    answers: u64,
+    /// How many questions were put.
+    questions: u64,
     waiters: Vec<(MapRequest, SyncSender<Result<()>>)>,
 }
 
+/// A question to the peer that is not answered, or whose answer is being mapped. The same is not put once more before
+/// that, so that an answer is always to the one question there is.
 #[derive(Debug)]
 struct Asked {
+    question: u64,
     since: Instant,
     /// How many ticks ago.
     ticks: u32,
-    /// By which answer it is being mapped.
-    answer: Option<u64>,
+    /// Whether it is being mapped.
+    answered: bool,
+    waiting: Waiting,
+}
+
+/// Who waits for the end of a question.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Waiting {
+    /// All have given it up.
+    Nobody,
+    /// Whoever was there when it was put.
+    Askers,
+    /// Also somebody who came later: what the peer refused by then it may lend now.
+    Latecomers,
 }
 
 /// A thread inside of `submit` or the like, which may touch memory: closing the path waits for it.
@@ -198,14 +213,14 @@ impl Link {
             // Under the lock, or the region could arrive between looking and leaving the slice.
             let mut pending = self.pending.lock();
             if self.region(wanted).is_some() {
-                (self.around.copiers.push(self, slice, None), false)
+                (self.around.copiers.push(self, slice, None), None)
             } else {
                 let push = self.around.copiers.push(self, slice, Some(wanted));
-                (push, push == Push::Taken && pending.ask(wanted))
+                (push, if push == Push::Taken { pending.ask(wanted) } else { None })
             }
         };
-        if ask {
-            self.ask(wanted);
+        if let Some(question) = ask {
+            self.ask(wanted, question);
         }
         push
     }
@@ -227,8 +242,8 @@ impl Link {
             pending.waiters.push((wanted, tell));
             (arrived, pending.ask(wanted))
         };
-        if ask {
-            self.ask(wanted);
+        if let Some(question) = ask {
+            self.ask(wanted, question);
         }
         if !self.up.load(Ordering::SeqCst) {
             return Err(self.down());
@@ -251,11 +266,11 @@ impl Link {
             .with_peer(&*self.met.peer)
     }
 
-    fn ask(self: &Arc<Self>, wanted: MapRequest) {
-        if let Err(error) = send(&self.met.socket, &Request::Map(wanted).encode(), &[]) {
+    fn ask(self: &Arc<Self>, request: MapRequest, question: u64) {
+        if let Err(error) = send(&self.met.socket, &Request::Map(request).encode(), &[]) {
             // Not reported here: this thread is inside, and may have announced a grant.
             let lent = Err(self.send_error(error));
-            self.around.copiers.arrived(Arrival { link: Arc::clone(self), request: wanted, lent });
+            self.around.copiers.arrived(Arrival { link: Arc::clone(self), request, question, lent });
         }
     }
 
@@ -270,16 +285,21 @@ impl Link {
         error.with_peer(&*self.met.peer)
     }
 
-    /// A copy thread has mapped what arrived with this answer, or could not.
-    pub(crate) fn arrived(&self, request: MapRequest, answer: u64, region: Result<RemoteRegion>) {
+    /// What came of this question has been mapped, or could not be.
+    pub(crate) fn arrived(
+        self: &Arc<Self>,
+        request: MapRequest,
+        question: u64,
+        region: Result<RemoteRegion>,
+    ) {
         let region = match region {
             Ok(region) => region,
-            Err(error) => return self.refuse(request, &error.with_peer(&*self.met.peer)),
+            Err(error) => return self.refuse(request, question, &error.with_peer(&*self.met.peer)),
         };
         let writable = region.writable();
         let (waiters, replaced) = {
             let mut pending = self.pending.lock();
-            if pending.asked.get(&request).is_none_or(|asked| asked.answer != Some(answer)) {
+            if !pending.is_open(request, question) {
                 // Withdrawn or given up meanwhile.
                 return;
             }
@@ -301,14 +321,30 @@ impl Link {
         tell(waiters, &Ok(()));
     }
 
-    /// A region will not be had.
-    pub(crate) fn refuse(&self, request: MapRequest, error: &Error) {
-        let waiters = {
-            let mut pending = self.pending.lock();
-            pending.asked.remove(&request);
-            pending.take_waiters(|wanted| *wanted == request)
-        };
-        self.around.copiers.fail(self.id, request, error);
+    /// A region will not be had, which ends this question. If somebody came after it was put, it is put anew.
+    fn refuse(self: &Arc<Self>, request: MapRequest, question: u64, error: &Error) {
+        let mut pending = self.pending.lock();
+        match pending.asked.get(&request).filter(|asked| asked.question == question) {
+            // It has ended.
+            None => {}
+            Some(asked) if asked.waiting == Waiting::Latecomers => {
+                let question = pending.put(request);
+                drop(pending);
+                self.ask(request, question);
+            }
+            Some(_) => {
+                pending.asked.remove(&request);
+                self.fail(pending, request, error);
+            }
+        }
+    }
+
+    /// Ends what waits for a region. The caller's lock is held for that, so that nothing is ended that asks from then on.
+    fn fail(&self, mut pending: MutexGuard<'_, Pending>, request: MapRequest, error: &Error) {
+        let waiters = pending.take_waiters(|wanted| *wanted == request);
+        let reports = self.around.copiers.fail(self.id, request, error);
+        drop(pending);
+        self.around.copiers.deliver(reports);
         tell(waiters, &Err(error.clone()));
     }
 
@@ -404,28 +440,25 @@ impl Link {
         let Packet { bytes, mut fds } = packet;
         match ToClient::decode(bytes)? {
             ToClient::Region(reply) => {
-                let answer = self.pending.lock().answer(&reply.request);
-                if let Some(answer) = answer {
-                    self.region_reply(reply, answer, fds.pop());
+                let question = self.pending.lock().answer(reply.request);
+                if let Some(question) = question {
+                    self.region_reply(reply, question, fds.pop());
                 }
             }
             ToClient::RegionRefused { request, refusal } => {
-                self.refuse(request, &refusal.into_error().with_peer(&*self.met.peer));
+                let question = self.pending.lock().answer(request);
+                if let Some(question) = question {
+                    self.refuse(request, question, &refusal.into_error().with_peer(&*self.met.peer));
+                }
             }
             ToClient::Withdrawn { region } => {
-                let (mapped, mapping) = {
-                    let mut pending = self.pending.lock();
-                    // What is not answered yet will be.
-                    let withdrawn = |wanted: &MapRequest, asked: &mut Asked| {
-                        wanted.region == region && asked.answer.is_some()
-                    };
-                    let mapping: Vec<_> = pending.asked.extract_if(withdrawn).collect();
-                    (self.regions.write().remove(&region), mapping)
-                };
-                drop(mapped);
-                for (request, _) in mapping {
-                    self.refuse(request, &self.withdrawn(region));
+                let mapping = self.pending.lock().answered(region);
+                for (request, question) in mapping {
+                    self.refuse(request, question, &self.withdrawn(region));
                 }
+                // After that: if one of them was just mapped, it is here.
+                let mapped = self.regions.write().remove(&region);
+                drop(mapped);
             }
             ToClient::Notified { token, refusal } => {
                 let _reporting = self.report();
@@ -444,61 +477,98 @@ impl Link {
         Ok(())
     }
 
-    fn region_reply(self: &Arc<Self>, reply: RegionReply, answer: u64, file: Option<OwnedFd>) {
+    fn region_reply(self: &Arc<Self>, reply: RegionReply, question: u64, file: Option<OwnedFd>) {
+        let request = reply.request;
         match (reply.offset, file, &self.met.process) {
             (Some(offset), Some(file), _) => {
-                let (request, lent) = (reply.request, Ok(Lent { reply, offset, file, answer }));
-                self.around.copiers.arrived(Arrival { link: Arc::clone(self), request, lent });
+                let lent = Ok(Lent { reply, offset, file });
+                self.around.copiers.arrived(Arrival { link: Arc::clone(self), request, question, lent });
             }
             (None, None, Ok(process)) => {
-                self.arrived(reply.request, answer, Ok(RemoteRegion::in_process(&reply, process.clone())));
+                let region = RemoteRegion::in_process(&reply, process.clone());
+                self.arrived(request, question, Ok(region));
             }
             (None, None, Err(error)) => {
-                self.refuse(
-                    reply.request,
-                    &error.clone().context("the peer's region is not a file in memory"),
-                );
+                let error = error.clone().context("the peer's region is not a file in memory");
+                self.refuse(request, question, &error);
             }
             _ => {
                 let error = Error::new(
                     ErrorKind::Malformed,
                     "a region came without its file, or a file without place",
                 );
-                self.refuse(reply.request, &error.with_peer(&*self.met.peer));
+                self.refuse(request, question, &error.with_peer(&*self.met.peer));
             }
         }
     }
 }
 
 impl Pending {
-    /// Notes that a region is asked for. False when it was already.
-    fn ask(&mut self, wanted: MapRequest) -> bool {
-        if self.asked.contains_key(&wanted) {
-            return false;
+    /// Notes that somebody waits for a region. If the question is to be put for that, returns its number.
+    fn ask(&mut self, wanted: MapRequest) -> Option<u64> {
+        let Some(asked) = self.asked.get_mut(&wanted) else { return Some(self.put(wanted)) };
+        if asked.waiting == Waiting::Nobody {
+            (asked.since, asked.ticks) = (Instant::now(), 0);
         }
-        self.asked.insert(wanted, Asked { since: Instant::now(), ticks: 0, answer: None });
-        true
+        asked.waiting = Waiting::Latecomers;
+        None
     }
 
-    /// Numbers the answer to a request; `None` when nothing was asked, or all is answered.
-    fn answer(&mut self, wanted: &MapRequest) -> Option<u64> {
-        let asked = self.asked.get_mut(wanted).filter(|asked| asked.answer.is_none())?;
-        self.answers += 1;
-        asked.answer = Some(self.answers);
-        asked.answer
+    /// Numbers a question that is put now.
+    fn put(&mut self, wanted: MapRequest) -> u64 {
+        self.questions += 1;
+        let question = self.questions;
+        let (since, waiting) = (Instant::now(), Waiting::Askers);
+        self.asked.insert(wanted, Asked { question, since, ticks: 0, answered: false, waiting });
+        question
     }
 
-    /// Time has passed: which requests were to be answered by now?
-    fn tick(&mut self, now: Instant, liveness: Duration) -> Vec<MapRequest> {
+    /// Whether this question has not ended.
+    fn is_open(&self, wanted: MapRequest, question: u64) -> bool {
+        self.asked.get(&wanted).is_some_and(|asked| asked.question == question)
+    }
+
+    /// An answer is here: returns the number of its question. `None` when nobody waits for it any more, or did.
+    fn answer(&mut self, wanted: MapRequest) -> Option<u64> {
+        let asked = self.asked.get_mut(&wanted).filter(|asked| !asked.answered)?;
+        if asked.waiting == Waiting::Nobody {
+            self.asked.remove(&wanted);
+            return None;
+        }
+        asked.answered = true;
+        Some(asked.question)
+    }
+
+    /// The questions whose answer, a region, is being mapped.
+    fn answered(&self, region: RegionId) -> Vec<(MapRequest, u64)> {
+        let answered = self.asked.iter().filter(|(wanted, asked)| wanted.region == region && asked.answered);
+        answered.map(|(wanted, asked)| (*wanted, asked.question)).collect()
+    }
+
+    /// Time has passed: which questions were to be answered by now?
+    fn tick(&mut self, now: Instant, liveness: Duration) -> Vec<(MapRequest, u64)> {
         let mut late = Vec::new();
         for (wanted, asked) in &mut self.asked {
-            asked.ticks += 1;
+            asked.ticks = asked.ticks.saturating_add(1);
             // Counted in ticks too: after our own process was stopped, the clock alone would accuse the peer.
-            if asked.ticks > 2 && now.saturating_duration_since(asked.since) >= liveness {
-                late.push(*wanted);
+            let is_late = asked.ticks > 2 && now.saturating_duration_since(asked.since) >= liveness;
+            if is_late && asked.waiting != Waiting::Nobody {
+                late.push((*wanted, asked.question));
             }
         }
         late
+    }
+
+    /// Nobody waits for this question any more. False when it has ended.
+    fn give_up(&mut self, wanted: MapRequest, question: u64) -> bool {
+        match self.asked.get_mut(&wanted).filter(|asked| asked.question == question) {
+            None => return false,
+            // What is being mapped is dropped.
+            Some(asked) if asked.answered => drop(self.asked.remove(&wanted)),
+            // The answer is still to come.
+            Some(asked) => asked.waiting = Waiting::Nobody,
+        }
+        true
     }
 
     fn take_waiters(&mut self, which: impl Fn(&MapRequest) -> bool) -> Vec<SyncSender<Result<()>>> {
@@ -537,8 +607,12 @@ impl Source for Link {
 
     fn tick(self: Arc<Self>) {
         let late = self.pending.lock().tick(Instant::now(), self.around.liveness);
-        for wanted in late {
-            self.refuse(wanted, &Deadline::exceeded("the peer to lend a region").with_peer(&*self.met.peer));
+        for (wanted, question) in late {
+            let mut pending = self.pending.lock();
+            if pending.give_up(wanted, question) {
+                let error = Deadline::exceeded("the peer to lend a region").with_peer(&*self.met.peer);
+                self.fail(pending, wanted, &error);
+            }
         }
         self.around.copiers.rouse();
     }
@@ -559,11 +633,11 @@ mod tests {
         let liveness = Duration::from_secs(3);
         let wanted = MapRequest { region: RegionId(1), write: true };
         let mut pending = Pending::default();
-        assert!(pending.ask(wanted));
+        let question = pending.ask(wanted).unwrap();
         // This process was stopped for a minute.
         let later = Instant::now() + Duration::from_secs(60);
         assert_eq!(pending.tick(later, liveness), []);
         assert_eq!(pending.tick(later, liveness), []);
-        assert_eq!(pending.tick(later, liveness), [wanted]);
+        assert_eq!(pending.tick(later, liveness), [(wanted, question)]);
     }
 }

@@ -10,6 +10,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
@@ -20,6 +21,7 @@ use posthorse_core::{
 };
 use posthorse_shm::ShmConfig;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
     SocketAddrUnix, SocketFlags, SocketType, accept, bind, listen, recvmsg, sendmsg, socket_with,
@@ -68,6 +70,7 @@ impl Owner {
             move || node.try_connect(&desc)
         });
         let client = Conversation(accept(&self.listener).unwrap());
+        set_socket_timeout(&client.0, Timeout::Recv, Some(MINUTE)).unwrap();
         assert!(client.hear()["hello"].is_object());
         before();
         let welcome = json!({
@@ -96,6 +99,46 @@ impl Conversation {
         let packet = format!("j{message}");
         let packet = [IoSlice::new(packet.as_bytes())];
         sendmsg(&self.0, &packet, &mut control, SendFlags::NOSIGNAL).unwrap();
+    }
+
+    fn lend(&self, file: &OwnedFd) {
+        let reply = json!({ "request": request(), "address": ADDRESS, "len": LEN, "offset": 0 });
+        self.say(&json!({ "region": reply }), &[file.as_fd()]);
+    }
+
+    fn refuse(&self) {
+        self.refuse_saying("no");
+    }
+
+    fn refuse_saying(&self, message: &str) {
+        let refusal = json!({ "code": ErrorKind::AccessDenied.code(), "message": message });
+        self.say(&json!({ "region_refused": { "request": request(), "refusal": refusal } }), &[]);
+    }
+
+    /// Hears that the region is asked for.
+    fn hear_request(&self) {
+        assert_eq!(self.hear()["map"], request());
+    }
+
+    /// Withdraws the region, and returns when the node has heard of it. The token is a notification's that shows this.
+    fn withdraw(&self, node: &Node, path: PathId, token: u64) {
+        self.say(&json!({ "withdrawn": { "region": REGION } }), &[]);
+        self.await_heard(node, path, token);
+    }
+
+    /// Returns when the node has heard all that was said. The token is as above.
+    fn await_heard(&self, node: &Node, path: PathId, token: u64) {
+        node.transport.notify(path, token, b"x").unwrap();
+        self.say(&json!({ "notified": { "token": token, "refusal": null } }), &[]);
+        node.events.completion(token).result.unwrap();
+    }
+
+    /// Waits for a packet, and says whether there will be any.
+    fn hears(&self) -> bool {
+        let mut control = RecvAncillaryBuffer::new(&mut []);
+        let mut packet = [0; 1024];
+        recvmsg(&self.0, &mut [IoSliceMut::new(&mut packet)], &mut control, RecvFlags::empty())
+            .is_ok_and(|got| got.bytes > 0)
     }
 
     /// The next packet that is JSON.
@@ -130,6 +173,11 @@ fn grant() -> GrantDesc {
         token: GrantToken { handle: 0, secret: 5 },
         attributes: BTreeMap::new(),
     }
+}
+
+/// What a writer asks for.
+fn request() -> Value {
+    json!({ "region": REGION, "write": true })
 }
 
 /// A table in which it is live.
@@ -171,23 +219,15 @@ fn a_region_that_is_withdrawn_while_it_is_mapped_is_not_kept() {
     let (client, path, state) = owner.connect(&node, || ());
     assert!(matches!(state, PathState::Up), "{state:?}");
     let source = [1_u8; LEN];
-    let request = json!({ "region": REGION, "write": true });
     // Submits a slice that waits for the region, which is lent from a file of its own.
     let lend = |token| {
         node.submit(path, &[slice(token, Opcode::Write, HostView::of(&source), &grant(), 0)]).unwrap();
-        assert_eq!(client.hear()["map"], request);
-        let reply = json!({ "request": request, "address": ADDRESS, "len": LEN, "offset": 0 });
+        client.hear_request();
         let file = file();
-        client.say(&json!({ "region": reply }), &[file.as_fd()]);
+        client.lend(&file);
         file
     };
-    // Returns when the node has heard of it.
-    let withdraw = |token| {
-        client.say(&json!({ "withdrawn": { "region": REGION } }), &[]);
-        node.transport.notify(path, token, b"x").unwrap();
-        client.say(&json!({ "notified": { "token": token, "refusal": null } }), &[]);
-        node.events.completion(token).result.unwrap();
-    };
+    let withdraw = |token| client.withdraw(&node, path, token);
 
     // The one copy thread, which would map it, is busy until it is released.
     let (release, busy) = (channel::<()>(), channel());
@@ -213,4 +253,139 @@ fn a_region_that_is_withdrawn_while_it_is_mapped_is_not_kept() {
         bytes == source
     });
     assert_eq!(written, [true, false, true]);
+}
+
+/// A node without the region, a path of it, and what writes a slice.
+fn waiting(liveness_ms: u64) -> (Arc<Node>, Conversation, PathId, impl Fn(u64)) {
+    static SOURCE: [u8; LEN] = [1; LEN];
+    let owner = Owner::new();
+    let node = Arc::new(Node::with("a:1", ShmConfig { liveness_ms, ..without_process_vm() }, None));
+    let (client, path, state) = owner.connect(&node, || ());
+    assert!(matches!(state, PathState::Up), "{state:?}");
+    let write = {
+        let node = Arc::clone(&node);
+        move |token| {
+            node.submit(path, &[slice(token, Opcode::Write, HostView::of(&SOURCE), &grant(), 0)]).unwrap();
+        }
+    };
+    (node, client, path, write)
+}
+
+#[test]
+fn a_refusal_is_not_for_those_who_came_after_the_question() {
+    let (node, client, path, write) = waiting(60_000);
+    write(1);
+    client.hear_request();
+    write(2);
+    client.refuse();
+    client.hear_request();
+    client.lend(&file());
+    for token in [1, 2] {
+        node.events.completion(token).result.unwrap();
+    }
+    client.withdraw(&node, path, 3);
+    write(4);
+    client.hear_request();
+    write(5);
+    client.refuse();
+    client.hear_request();
+    client.refuse();
+    for token in [4, 5] {
+        let error = node.events.completion(token).result.unwrap_err().error;
+        assert_eq!(error.kind(), ErrorKind::AccessDenied, "{error}");
+    }
+}
+
+#[test]
+fn a_refusal_that_comes_too_late_is_not_for_those_who_came_since() {
+    let (node, client, path, write) = waiting(1000);
+    write(1);
+    client.hear_request();
+    let error = node.events.completion(1).result.unwrap_err().error;
+    assert_eq!(error.kind(), ErrorKind::DeadlineExceeded, "{error}");
+    write(2);
+    client.refuse();
+    client.hear_request();
+    client.lend(&file());
+    node.events.completion(2).result.unwrap();
+    // Nor is a late answer kept for nobody.
+    client.withdraw(&node, path, 3);
+    write(4);
+    client.hear_request();
+    let error = node.events.completion(4).result.unwrap_err().error;
+    assert_eq!(error.kind(), ErrorKind::DeadlineExceeded, "{error}");
+    client.refuse();
+    client.await_heard(&node, path, 5);
+    write(6);
+    client.hear_request();
+    client.lend(&file());
+    node.events.completion(6).result.unwrap();
+}
+
+#[test]
+fn a_file_that_cannot_be_mapped_is_not_the_end_of_a_later_question() {
+    let (node, client, path, write) = waiting(60_000);
+    let (release, busy) = (channel::<()>(), channel());
+    node.events.wake(move || {
+        busy.0.send(()).unwrap();
+        let _ = release.1.recv_timeout(MINUTE);
+    });
+    write(1);
+    client.hear_request();
+    client.lend(&file());
+    // The one copy thread is in the waker until it is released.
+    busy.1.recv_timeout(MINUTE).unwrap();
+    client.withdraw(&node, path, 2);
+    write(3);
+    client.hear_request();
+    client.lend(&memfd_create("posthorse-test", MemfdFlags::CLOEXEC).unwrap());
+    client.withdraw(&node, path, 4);
+    let error = node.events.completion(3).result.unwrap_err().error;
+    assert_eq!(error.kind(), ErrorKind::NotRegistered, "{error}");
+    write(5);
+    client.hear_request();
+    release.0.send(()).unwrap();
+    node.events.completion(1).result.unwrap();
+    // Time for the copy thread to look at what came first; if it has not, nothing is tested.
+    std::thread::sleep(Duration::from_millis(50));
+    client.lend(&file());
+    node.events.completion(5).result.unwrap();
+}
+
+#[test]
+fn each_of_many_slices_is_refused_by_an_answer_to_what_was_asked_for_it() {
+    const SLICES: u64 = 20_000;
+    let (node, client, _, write) = waiting(60_000);
+    // How many refusals the owner has begun to say; each says its number.
+    let said = Arc::new(AtomicU64::new(0));
+    let refuses = std::thread::spawn({
+        let said = Arc::clone(&said);
+        move || {
+            while client.hears() {
+                client.refuse_saying(&(said.fetch_add(1, Ordering::SeqCst) + 1).to_string());
+            }
+        }
+    });
+    let before: Vec<_> = (0..SLICES)
+        .map(|token| {
+            let before = said.load(Ordering::SeqCst);
+            write(token);
+            // The next comes about when this one is refused.
+            while said.load(Ordering::SeqCst) == before {
+                std::thread::yield_now();
+            }
+            (0..token % 512).for_each(|_| std::hint::spin_loop());
+            before
+        })
+        .collect();
+    let done = node.events.wait(|seen| {
+        (seen.completions.len() as u64 == SLICES).then(|| std::mem::take(&mut seen.completions))
+    });
+    for done in done {
+        let error = done.result.unwrap_err().error;
+        let by: u64 = error.message().rsplit(' ').next().unwrap().parse().unwrap();
+        assert!(by > before[done.token as usize], "{error}");
+    }
+    node.transport.stop();
+    refuses.join().unwrap();
 }
