@@ -623,6 +623,36 @@ fn unfinished_messages_share_a_bound_and_hold_up_no_other() {
 }
 
 #[test]
+fn a_message_that_is_begun_and_not_ended_is_given_up() {
+    let (plane, listener, _) = serve(quick());
+    let mut stream = TcpStream::connect(listener.local_address()).unwrap();
+    stream.set_read_timeout(Some(SOON)).unwrap();
+    raw(&mut stream, "REQ");
+    // An empty frame, and the begin of a long one: a byte now and then does not keep it.
+    stream.write_all(&[1, 0, 2, 0, 0, 0, 0, 0, 1, 0, 0, b'x']).unwrap();
+    stream.set_nonblocking(true).unwrap();
+    let until = Instant::now() + SOON;
+    loop {
+        assert!(Instant::now() < until, "it is kept");
+        let _ = stream.write(b"x");
+        match stream.read(&mut [0; 64]) {
+            Ok(0) => break,
+            Err(error) if error.kind() != std::io::ErrorKind::WouldBlock => break,
+            _ => thread::park_timeout(Duration::from_millis(10)),
+        }
+    }
+    // One without a request, and one that waits for its answer, stay.
+    let mut quiet = TcpStream::connect(listener.local_address()).unwrap();
+    raw(&mut quiet, "REQ");
+    thread::park_timeout(Duration::from_millis(600));
+    let ask = query("k");
+    quiet.write_all(&[&[1, 0, 0, ask.len() as u8][..], &ask].concat()).unwrap();
+    quiet.set_read_timeout(Some(SOON)).unwrap();
+    assert!(quiet.read(&mut [0; 64]).unwrap() > 0);
+    plane.close(SOON.into()).unwrap();
+}
+
+#[test]
 fn connections_that_never_ask_give_way_and_who_finds_no_room_is_told() {
     let limits = ControlLimits { max_connections: 3, ..ControlLimits::default() };
     let (plane, listener, service) = serve(limits);

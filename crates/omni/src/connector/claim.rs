@@ -94,10 +94,23 @@ impl Granted {
     /// # Errors
     /// `DeadlineExceeded` when the producer may still write after the liveness time.
     pub(super) fn end(mut self) -> Result<ManagedBuffer> {
-        let fence = Deadline::after(Duration::from_millis(self.inner.config.liveness_ms));
-        if let Some((_, _, grant)) = &mut self.parts {
-            grant.revoke(fence)?;
+        self.revoke(Deadline::after(Duration::from_millis(self.inner.config.liveness_ms)))?;
+        self.take()
+    }
+
+    /// As [`Granted::end`], without waiting. The grant comes back where the producer may still write.
+    pub(super) fn end_now(mut self) -> Result<ManagedBuffer, Self> {
+        match self.revoke(Deadline::after(Duration::ZERO)).and_then(|()| self.take()) {
+            Ok(buffer) => Ok(buffer),
+            Err(_) => Err(self),
         }
+    }
+
+    fn revoke(&mut self, fence: Deadline) -> Result<()> {
+        self.parts.as_mut().map_or_else(|| Err(ended()), |(_, _, grant)| grant.revoke(fence))
+    }
+
+    fn take(&mut self) -> Result<ManagedBuffer> {
         let (mut slot, granted, _) = self.parts.take().ok_or_else(ended)?;
         slot.fill(granted)?;
         slot.into_buffer()

@@ -28,6 +28,10 @@ use crate::offer::PullId;
 /// By how much the producer stops to wait before the consumer does, so that its reason still arrives.
 const REPLY_MARGIN: Duration = Duration::from_millis(20);
 
+/// How soon, and how late at the most, a get asks again that cannot wait at its producer.
+const ASK_AGAIN_FIRST: Duration = Duration::from_millis(20);
+const ASK_AGAIN_LAST: Duration = Duration::from_secs(1);
+
 /// Where a payload is to be had.
 #[derive(Debug, Clone, Copy, Default)]
 pub enum Source<'a> {
@@ -72,7 +76,7 @@ pub(super) struct Get {
     pub(super) key: String,
     /// The producer's control address.
     pub(super) address: String,
-    /// By which it is asked for the offer, which may take as long as the get waits.
+    /// By which it is asked for the offer, where that may take as long as the get waits.
     pub(super) asker: Dialer,
     /// By which it is asked to write.
     pub(super) dialer: Dialer,
@@ -162,7 +166,7 @@ impl Inner {
         Ok(Get {
             address: self.may_get(options.source)?,
             key: edge.qualify(key)?,
-            asker: if wait_for_offer { &self.waiting } else { &self.teller }.clone(),
+            asker: self.waiting.clone(),
             dialer: self.dialer.clone(),
             pull: self.next_pull(),
             deadline: options.deadline.unwrap_or_else(|| Deadline::after(self.config.get_wait())),
@@ -313,17 +317,18 @@ impl Inner {
     /// The producer's segment, connected.
     async fn open_producer(
         self: &Arc<Self>,
-        get: &Arc<Get>,
+        get: &Get,
         offered: &Offered,
         blocking: Blocking,
     ) -> Result<Segment> {
         if let Some(segment) = self.engine.opened(&offered.segment, offered.incarnation) {
             return Ok(segment);
         }
-        let (inner, task) = (Arc::clone(self), Arc::clone(get));
-        let (name, incarnation) = (offered.segment.clone(), offered.incarnation);
-        let open = move || inner.engine.open_life(&name, incarnation, inner.connect_deadline(&task));
-        self.blocking(blocking, get.deadline, "a path to the producer", open).await?
+        let (name, incarnation) = (&offered.segment, offered.incarnation);
+        match blocking {
+            Blocking::Here => self.engine.open_life(name, incarnation, self.connect_deadline(get)),
+            Blocking::Elsewhere => self.open_elsewhere(name, incarnation, get.deadline).await,
+        }
     }
 
     /// The producer's memory, to be read in place. `None` where the transport has no such thing, and it is copied.
@@ -372,28 +377,9 @@ impl Inner {
     }
 
     async fn query(self: &Arc<Self>, get: &Arc<Get>, want: Want) -> Result<(Claim, u64, Offered)> {
-        let wait_ms = match get.deadline.remaining(Instant::now()) {
-            _ if !get.wait_for_offer => 0,
-            None => u64::MAX,
-            // The producer's refusal has to arrive before we stop to listen.
-            Some(left) => left.saturating_sub(REPLY_MARGIN).as_millis() as u64,
-        };
-        let request = Request::Query(Query {
-            request_id: get.key.clone(),
-            extra: Some(QueryExtra {
-                hello: self.hello(),
-                consumer: self.engine.name().to_owned(),
-                incarnation: get.pull.incarnation,
-                pull: get.pull.pull,
-                wait_ms,
-                want,
-            }),
-        });
-        let request = request.encode()?;
         let claim = Claim::new(self, get, want);
-        let reply = get.asker.request(&get.address, request, self.reply_deadline(get)).await;
-        let reply = reply.map_err(|error| error.context(format_args!("asking for {:?}", get.key)))?;
-        let error = match QueryReply::decode(&get.key, &reply)? {
+        let reply = self.ask(get, want).await;
+        let error = match reply.map_err(|error| error.context(format_args!("asking for {:?}", get.key)))? {
             QueryReply::Offer { data_size, offered: Some(offered), .. } => {
                 return Ok((claim, data_size, *offered));
             }
@@ -410,9 +396,81 @@ impl Inner {
         Err(error)
     }
 
-    /// A get that does not wait still lets the producer answer.
-    fn reply_deadline(&self, get: &Get) -> Deadline {
-        if get.wait_for_offer { get.deadline } else { self.connect_deadline(get) }
+    /// Asks for an offer, and waits for it at the producer. Where as many gets wait as may, it is asked now and then
+    /// instead: who waits for what is not there keeps nobody from what is.
+    async fn ask(&self, get: &Get, want: Want) -> Result<QueryReply> {
+        if !get.wait_for_offer {
+            // The producer still has time to answer.
+            return self.ask_now(&self.teller, get, want, self.connect_deadline(get)).await;
+        }
+        let mut pause = Duration::ZERO;
+        let mut lack: Option<Error> = None;
+        loop {
+            let wait_ms = match get.deadline.remaining(Instant::now()) {
+                None => u64::MAX,
+                // The producer's refusal has to arrive before we stop to listen.
+                Some(left) => left.saturating_sub(REPLY_MARGIN).as_millis() as u64,
+            };
+            let request = self.query_request(get, want, wait_ms)?;
+            let begun = Deadline::after(pause);
+            let reply = get.asker.request_begun(&get.address, request, get.deadline, begun).await;
+            let lacking = match reply {
+                Err(error) if error.kind() == ErrorKind::LimitReached => error,
+                Err(error) => return Err(error),
+                Ok(reply) => match QueryReply::decode(&get.key, &reply)? {
+                    QueryReply::Refused(refusal) if refusal.code == ErrorKind::QueueFull.code() => {
+                        let pause = async move { tokio::time::sleep(pause).await };
+                        let error = refusal.to_error(&get.address);
+                        let paused = self.plane.within(get.deadline, no_room(&error), pause).await;
+                        paused.map_err(|late| late.with_peer(get.address.as_str()))?;
+                        error
+                    }
+                    // Its time is over, in which it could not wait there.
+                    QueryReply::NotFound
+                        if wait_ms == 0
+                            && let Some(lack) = &lack =>
+                    {
+                        return Err(Deadline::exceeded(&no_room(lack)).with_peer(get.address.as_str()));
+                    }
+                    reply => return Ok(reply),
+                },
+            };
+            tracing::debug!(key = get.key, %lacking, "a get asks now and then, since it cannot wait at the producer");
+            let reply = self.ask_now(&self.prober, get, want, get.deadline).await?;
+            if !is_absent(&reply) {
+                return Ok(reply);
+            }
+            pause = (pause * 2).clamp(ASK_AGAIN_FIRST, ASK_AGAIN_LAST);
+            lack = Some(lacking);
+        }
+    }
+
+    /// Asks for an offer that may be there.
+    async fn ask_now(
+        &self,
+        dialer: &Dialer,
+        get: &Get,
+        want: Want,
+        deadline: Deadline,
+    ) -> Result<QueryReply> {
+        let request = self.query_request(get, want, 0)?;
+        let reply = dialer.request(&get.address, request, deadline).await?;
+        QueryReply::decode(&get.key, &reply)
+    }
+
+    fn query_request(&self, get: &Get, want: Want, wait_ms: u64) -> Result<Vec<u8>> {
+        let request = Request::Query(Query {
+            request_id: get.key.clone(),
+            extra: Some(QueryExtra {
+                hello: self.hello(),
+                consumer: self.engine.name().to_owned(),
+                incarnation: get.pull.incarnation,
+                pull: get.pull.pull,
+                wait_ms,
+                want,
+            }),
+        });
+        request.encode()
     }
 
     /// Reads the producer's memory into a block of our own.
@@ -459,15 +517,17 @@ impl Inner {
         // A producer that is still at it stops when it is told.
         let claim = outcome.is_ok().then_some(claim);
         // Whoever was to write cannot any more when this is done: only then is the slot ours again.
-        let end = move || granted.end();
         let what = "the end of the producer's grant";
         let ended = match (blocking, &outcome) {
             // All bytes are there: neither other gets nor the deadline make them move once more.
-            (Blocking::Elsewhere, Ok(())) => {
-                let fence = Deadline::after(Duration::from_millis(self.config.liveness_ms));
-                self.plane.run_at_once(fence, what, end).await
-            }
-            _ => self.blocking(blocking, get.deadline, what, end).await,
+            (Blocking::Elsewhere, Ok(())) => match granted.end_now() {
+                Ok(buffer) => Ok(Ok(buffer)),
+                Err(granted) => {
+                    let fence = Deadline::after(Duration::from_millis(self.config.liveness_ms));
+                    self.plane.run_at_once(fence, what, move || granted.end()).await
+                }
+            },
+            _ => self.blocking(blocking, get.deadline, what, move || granted.end()).await,
         };
         outcome?;
         let buffer = ended??;
@@ -543,6 +603,21 @@ impl Inner {
             Err(error) => tracing::error!(%error, "a request could not be written"),
         }
     }
+}
+
+/// Whether what was asked for is not there now, and may come.
+fn is_absent(reply: &QueryReply) -> bool {
+    let codes = [ErrorKind::NotFound, ErrorKind::Busy].map(ErrorKind::code);
+    match reply {
+        QueryReply::NotFound => true,
+        QueryReply::Refused(refusal) => codes.contains(&refusal.code),
+        QueryReply::Offer { .. } => false,
+    }
+}
+
+/// What a get waits for that cannot wait at its producer.
+fn no_room(lack: &Error) -> String {
+    format!("room to wait at the producer: {}", lack.message())
 }
 
 fn closing(pull: &PullId, outcome: Outcome) -> Request {

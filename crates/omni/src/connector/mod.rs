@@ -11,6 +11,7 @@ mod farewell;
 mod get;
 mod health;
 mod lease;
+mod opening;
 mod place;
 mod put;
 mod reach;
@@ -83,6 +84,9 @@ pub struct ConnectorBuilder {
     engine: Option<TransferEngine>,
 }
 
+/// The most connections to one producer by which gets ask now and then. Each has a place there, which others may want.
+const PROBES: usize = 2;
+
 /// What the connector's parts share.
 pub(crate) struct Inner {
     config: ConnectorConfig,
@@ -99,6 +103,8 @@ pub(crate) struct Inner {
     plane: ControlPlane,
     /// For gets that wait for an offer: each takes a connection until it is answered.
     waiting: Dialer,
+    /// For gets that ask now and then, since they cannot wait: however many, by few connections.
+    prober: Dialer,
     /// For pulls, which are answered when the bytes are there.
     dialer: Dialer,
     /// For what is answered at once, and must wait behind none of these.
@@ -109,6 +115,7 @@ pub(crate) struct Inner {
     state: Mutex<State>,
     workers: Workers,
     reaching: reach::Reaching,
+    openings: opening::Openings,
     /// Producers by control address: whether they were found to be on this host.
     same_host: Mutex<HashMap<String, bool>>,
     /// Slots that were granted to producers which may still write to them.
@@ -183,8 +190,11 @@ impl ConnectorBuilder {
         let memory = register::register(&engine, &pool)?;
         let plane = ControlPlane::start(config.control_limits())?;
         let mut offer_limits = config.offer_limits();
-        // Each get that waits has a control connection. The others are for all else: to pull, to end, to renew.
+        // Each get that waits has a control connection. The others are for all else: to pull, to end, to renew; and no
+        // consumer takes more than half of those from the others.
         offer_limits.max_parked = offer_limits.max_parked.min(plane.places() / 2);
+        let most = offer_limits.max_parked.div_ceil(2);
+        offer_limits.max_parked_per_consumer = offer_limits.max_parked_per_consumer.min(most);
         let inner = Arc::new(Inner {
             pool_range: memory.at(0),
             memory: Mutex::new(Some(Arc::new(memory))),
@@ -192,11 +202,13 @@ impl ConnectorBuilder {
             sources: Sources::default(),
             workers: Workers::start(config.workers as usize)?,
             reaching: reach::Reaching::default(),
+            openings: opening::Openings::default(),
             engine,
             owns_engine,
             pool,
             // As many as a producer lets wait, if it is configured as this side is.
             waiting: plane.dialer_for(config.max_parked_per_consumer as usize),
+            prober: plane.dialer_of(PROBES),
             dialer: plane.dialer(),
             teller: plane.dialer(),
             plane,

@@ -455,28 +455,25 @@ fn gets_that_wait_leave_half_of_the_control_connections_to_others() {
     let pair = Pair::new(|config| {
         config.max_connections = PLACES;
         config.transport = "require:tcp".parse().unwrap();
+        // More than the producer takes of one consumer, which it is to find out.
+        config.max_parked_per_consumer = PLACES / 2;
     });
     let (inner, edge) = (pair.sender.inner(), edge());
     let mut context = Context::from_waker(Waker::noop());
     let keys: Vec<String> = (0..2 * PLACES).map(|number| format!("k{number}")).collect();
-    let mut waiting = Vec::new();
-    for key in &keys {
-        let mut get = Box::pin(pair.receiver.get_async(&edge, key, GetOptions::until(soon())));
-        let mut outcome = Poll::Pending;
-        eventually("its wait or its end", || {
-            outcome = get.as_mut().poll(&mut context);
-            outcome.is_ready() || inner.health().offers.parked > waiting.len()
-        });
-        match outcome {
-            Poll::Pending => waiting.push(get),
-            Poll::Ready(outcome) => {
-                let error = outcome.unwrap_err();
-                assert_eq!(error.kind(), ErrorKind::QueueFull, "{error}");
-                assert!(error.advice().unwrap().contains("max_connections"), "{error}");
-            }
-        }
+    let mut waiting: Vec<_> = keys
+        .iter()
+        .map(|key| Box::pin(pair.receiver.get_async(&edge, key, GetOptions::until(soon()))))
+        .collect();
+    for get in &mut waiting {
+        assert!(get.as_mut().poll(&mut context).is_pending());
     }
-    assert_eq!(waiting.len(), PLACES as usize / 2);
+    let most = PLACES as usize / 4;
+    eventually("the waits", || inner.health().offers.parked == most);
+    let late = GetOptions::until(Deadline::after(Duration::from_millis(100)));
+    let error = pair.receiver.get(&edge, "late", late).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::DeadlineExceeded, "{error}");
+    assert!(error.message().contains("max_parked_per_consumer"), "{error}");
     // Another consumer gets through, and this one's leases, its pull and its end.
     let other = ControlPlane::start(ControlLimits::default()).unwrap();
     let ping = other.dialer().request_blocking(&pair.address, Request::Ping.encode().unwrap(), soon());
@@ -484,10 +481,19 @@ fn gets_that_wait_leave_half_of_the_control_connections_to_others() {
     let receiver = pair.receiver.inner();
     let (consumer, incarnation) = (receiver.engine.name().to_owned(), receiver.engine.incarnation());
     assert_eq!(pair.tell(&Request::Renew(Renew { consumer, incarnation, pulls: Vec::new() })), Answer::Ok);
-    pair.put(&keys[0], b"x");
-    assert_eq!(pollster::block_on(waiting.remove(0)).unwrap().bytes().unwrap(), b"x");
-    eventually("the end of the offer", || inner.health().offers.offers == 0);
-    drop(waiting);
-    eventually("the end of the waits", || inner.health().offers.parked == 0);
+    pair.put("now", b"x");
+    assert_eq!(pair.get("now").unwrap().bytes().unwrap(), b"x", "what is there is got at once");
+    let mut stream = pair.sender.open_stream(&edge, "r").unwrap();
+    let mut followed = pair.receiver.follow_stream(&edge, "r", FollowOptions::default()).unwrap();
+    stream.send(&b"x"[..], soon()).unwrap();
+    assert_eq!(followed.next(soon()).unwrap().unwrap().bytes().unwrap(), b"x");
+    drop((stream, followed));
+    assert_eq!(inner.health().offers.parked, most, "no more wait");
+    // Whether they wait at the producer or not, all are served: those that are put last, too.
+    for (key, get) in keys.iter().zip(waiting).rev() {
+        pair.put(key, key.as_bytes());
+        assert_eq!(pollster::block_on(get).unwrap().bytes().unwrap(), key.as_bytes());
+    }
+    eventually("the end of the offers", || inner.health().offers.offers == 0);
     other.close(soon()).unwrap();
 }

@@ -13,7 +13,7 @@ use std::{io, mem};
 
 use posthorse_core::{Deadline, Error, ErrorKind, Result};
 use rustix::io::Errno;
-use tokio::net::{TcpStream, lookup_host};
+use tokio::net::TcpStream;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until, timeout_at};
@@ -41,6 +41,8 @@ struct Shared {
     plane: ControlPlane,
     /// The most connections to one address.
     most: usize,
+    /// The most in use.
+    most_in_all: usize,
     /// Leave to have a connection in use, whatever the address.
     in_use: Arc<Semaphore>,
     addresses: Mutex<HashMap<Arc<str>, Address>>,
@@ -73,7 +75,8 @@ impl Dialer {
     /// Of so many connections in use with one address, and with all.
     pub(super) fn new(plane: ControlPlane, most: usize, most_in_all: usize) -> Self {
         let in_use = Arc::new(Semaphore::new(most_in_all.min(Semaphore::MAX_PERMITS)));
-        Self { shared: Arc::new(Shared { plane, most, in_use, addresses: Mutex::default() }) }
+        let addresses = Mutex::default();
+        Self { shared: Arc::new(Shared { plane, most, most_in_all, in_use, addresses }) }
     }
 
     /// Sends `request` to `address` (`host:port`) and resolves to the reply's bytes, on whatever executor. It
@@ -86,7 +89,21 @@ impl Dialer {
     /// liveness time; `DeadlineExceeded`; `Malformed`, `TooLarge` or `PeerRefused` when what answers is not such
     /// a socket; `Closed`; `Forked`. After any of them the connection is not used again.
     pub fn request(&self, address: &str, request: Vec<u8>, deadline: Deadline) -> Exchange {
-        let task = self.spawn(address, request, deadline, |reply| reply);
+        self.request_begun(address, request, deadline, Deadline::NEVER)
+    }
+
+    /// As [`Dialer::request`], if it may have a connection by `begun`: as many may be in use as this dialer may have.
+    ///
+    /// # Errors
+    /// As [`Dialer::request`]; `LimitReached` when it has not begun by then, and was not sent.
+    pub(crate) fn request_begun(
+        &self,
+        address: &str,
+        request: Vec<u8>,
+        deadline: Deadline,
+        begun: Deadline,
+    ) -> Exchange {
+        let task = self.spawn(address, request, deadline, begun, |reply| reply);
         Exchange { task: task.map(|task| Task::new(&self.shared.plane.inner.fork, task)).map_err(Some) }
     }
 
@@ -101,7 +118,7 @@ impl Dialer {
         }
         let (tx, rx) = mpsc::sync_channel(1);
         // The task ends by the deadline; without one, when the peer is gone or the plane is closed.
-        self.spawn(address, request, deadline, move |reply| {
+        self.spawn(address, request, deadline, Deadline::NEVER, move |reply| {
             let _ = tx.send(reply);
             Ok(Vec::new())
         })?;
@@ -116,7 +133,7 @@ impl Dialer {
         deadline: Deadline,
         then: impl FnOnce(Result<Vec<u8>>) + Send + 'static,
     ) {
-        let told = self.spawn(address, request, deadline, |reply| {
+        let told = self.spawn(address, request, deadline, Deadline::NEVER, |reply| {
             then(reply);
             Ok(Vec::new())
         });
@@ -130,6 +147,7 @@ impl Dialer {
         address: &str,
         request: Vec<u8>,
         deadline: Deadline,
+        begun: Deadline,
         then: impl FnOnce(Result<Vec<u8>>) -> Result<Vec<u8>> + Send + 'static,
     ) -> Result<JoinHandle<Result<Vec<u8>>>> {
         let plane = &self.shared.plane;
@@ -137,7 +155,7 @@ impl Dialer {
         let address: Arc<str> = address.into();
         let shared = Arc::clone(&self.shared);
         Ok(plane.inner.handle.spawn(async move {
-            let exchanged = exchange(&shared, &address, &request, deadline, stay).await;
+            let exchanged = exchange(&shared, &address, &request, deadline, begun, stay).await;
             then(exchanged.map_err(|error| error.with_peer(&*address)))
         }))
     }
@@ -168,21 +186,22 @@ async fn exchange(
     address: &Arc<str>,
     request: &[u8],
     deadline: Deadline,
+    begun: Deadline,
     mut stay: Stay,
 ) -> Result<Vec<u8>> {
     let limits = &shared.plane.inner.limits;
     let connected = AtomicBool::new(false);
     let work = async {
-        let _permits = shared.permits(address).await?;
+        let _permits = shared.permits_by(address, deadline, begun).await?;
         let mut lost = None;
         if let Some(mut link) = shared.fresh(address) {
             connected.store(true, Ordering::Relaxed);
-            let (read, begun) = (link.read(), Instant::now());
+            let (read, begun) = (link.bytes_read(), Instant::now());
             match ask(&mut link, request, limits).await {
                 // The listener may have ended it as one that is idle, before it saw the request: then it shows at once.
                 Err(error)
                     if error.kind() == ErrorKind::PeerGone
-                        && link.read() == read
+                        && link.bytes_read() == read
                         && begun.elapsed() < limits.liveness / 3 =>
                 {
                     lost = Some(error);
@@ -255,6 +274,28 @@ impl Shared {
     fn addresses(&self) -> MutexGuard<'_, HashMap<Arc<str>, Address>> {
         // What a panicking holder left is a cache: still good.
         self.addresses.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// As [`Shared::permits`], by the deadline of the exchange and that for its beginning.
+    async fn permits_by(
+        &self,
+        address: &Arc<str>,
+        deadline: Deadline,
+        begun: Deadline,
+    ) -> Result<[OwnedSemaphorePermit; 2]> {
+        let by = deadline.min(begun);
+        let Some(at) = by.instant() else { return self.permits(address).await };
+        timeout_at(at.into(), self.permits(address)).await.unwrap_or_else(|_| {
+            let Self { most, most_in_all, .. } = self;
+            let all =
+                if *most_in_all == usize::MAX { String::new() } else { format!(", or {most_in_all} to all") };
+            let limits = format!("{most} requests to it{all} are under way");
+            Err(if by == deadline {
+                Deadline::exceeded(&format!("a connection to {address}, and none was made: {limits}"))
+            } else {
+                Error::new(ErrorKind::LimitReached, format!("{limits}, which is the most"))
+            })
+        })
     }
 
     /// Leave to use a connection to `address`. What waits for its address takes nothing from the others.
@@ -342,7 +383,7 @@ impl Shared {
         };
         let in_time = format!("nothing answered within {} ms", limits.connect_timeout.as_millis());
         let connecting = async {
-            let found = lookup_host(address).await.map_err(|e| unreachable(&e))?;
+            let found = self.plane.lookup(address).await.map_err(|e| unreachable(&e))?;
             let mut last = unreachable(&"the name has no address");
             for candidate in found {
                 match self.reach(candidate).await {
@@ -418,6 +459,11 @@ mod tests {
         }
         let late = block_on(ping(&other, Duration::from_millis(50))).unwrap_err();
         assert_eq!(late.kind(), ErrorKind::DeadlineExceeded, "{late}");
+        assert!(late.message().contains("2 requests to it, or 3 to all"), "{late}");
+        let (ask, now) = (Request::Ping.encode().unwrap(), std::time::Instant::now());
+        let none = block_on(dialer.request_begun(&other, ask, Deadline::after(SOON), Deadline::at(now)))
+            .unwrap_err();
+        assert_eq!(none.kind(), ErrorKind::LimitReached, "{none}");
         let fourth = ping(&other, SOON);
         there.answer(2);
         elsewhere.answer(1);

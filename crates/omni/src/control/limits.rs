@@ -26,7 +26,7 @@ pub struct ControlLimits {
     pub max_connections_per_address: usize,
     /// How long a connection may take to be made, handshake included.
     pub connect_timeout: Duration,
-    /// How long a peer may take to read what it is sent.
+    /// How long a peer may take to read what it is sent, and a listener's to send the rest of a message that it has begun.
     pub send_timeout: Duration,
     /// How long a listener keeps a silent connection: without requests, or of a peer that cannot be asked whether it is
     /// there.

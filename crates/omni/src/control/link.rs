@@ -8,7 +8,7 @@ use posthorse_core::{Error, ErrorKind, Result};
 use socket2::SockRef;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, timeout, timeout_at};
 
 use super::partial::Held;
 use super::zmtp::{self, Decoder, Event, SocketType};
@@ -22,8 +22,10 @@ pub(super) struct Link {
     /// Bytes read so far.
     read: u64,
     pinged: bool,
-    /// What it holds of an unfinished message, where that is bounded.
-    held: Option<Held>,
+    /// When the message began that is unfinished, where that is bounded.
+    begun: Option<Instant>,
+    /// What it may hold of an unfinished message, and for how long, where that is bounded.
+    bounds: Option<(Held, Duration)>,
 }
 
 /// What [`Link::check`] found.
@@ -46,7 +48,7 @@ impl Link {
         own: SocketType,
         max_message: usize,
         within: Duration,
-        held: Option<Held>,
+        bounds: Option<(Held, Duration)>,
     ) -> Result<Self> {
         let _ = stream.set_nodelay(true);
         let mut link = Self {
@@ -55,7 +57,8 @@ impl Link {
             heard: Instant::now(),
             read: 0,
             pinged: false,
-            held,
+            begun: None,
+            bounds,
         };
         let handshake = async {
             let opening = [&zmtp::greeting()[..], &zmtp::ready(own)].concat();
@@ -108,7 +111,7 @@ impl Link {
     }
 
     /// How many bytes the peer has sent so far.
-    pub(super) const fn read(&self) -> u64 {
+    pub(super) const fn bytes_read(&self) -> u64 {
         self.read
     }
 
@@ -147,21 +150,41 @@ impl Link {
     async fn event(&mut self) -> Result<Event> {
         loop {
             let event = self.decoder.next()?;
-            if let Some(held) = &mut self.held {
-                held.set(self.decoder.input.len())?;
+            let held = self.decoder.input.len();
+            if let Some((bound, _)) = &mut self.bounds {
+                bound.set(held)?;
+            }
+            if held == 0 || event.is_some() {
+                self.begun = None;
             }
             if let Some(event) = event {
                 return Ok(event);
             }
-            match self.stream.read_buf(&mut self.decoder.input).await {
-                Ok(0) => return Err(Error::new(ErrorKind::PeerGone, "the peer closed the connection")),
-                Ok(len) => {
+            match self.read().await? {
+                0 => return Err(Error::new(ErrorKind::PeerGone, "the peer closed the connection")),
+                len => {
                     self.read += len as u64;
                     self.expect();
                 }
-                Err(error) => return Err(gone(&error)),
             }
         }
+    }
+
+    /// Reads some bytes: the rest of what has begun in its time, if that is bounded.
+    async fn read(&mut self) -> Result<usize> {
+        let has_begun = !self.decoder.input.is_empty();
+        let read = self.stream.read_buf(&mut self.decoder.input);
+        let read = match &self.bounds {
+            Some((_, patience)) if has_begun => {
+                let begun = *self.begun.get_or_insert_with(Instant::now);
+                timeout_at(begun + *patience, read).await.map_err(|_| {
+                    let text = format!("a message was not complete within {} ms", patience.as_millis());
+                    Error::new(ErrorKind::DeadlineExceeded, text)
+                })?
+            }
+            _ => read.await,
+        };
+        read.map_err(|error| gone(&error))
     }
 
     /// Sends a few bytes without waiting.

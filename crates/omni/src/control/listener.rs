@@ -431,9 +431,9 @@ async fn connection(
     ended: watch::Receiver<bool>,
 ) {
     let limits = &server.limits;
-    let held = Some(server.partial.begin());
+    let bounds = Some((server.partial.begin(), limits.send_timeout));
     let opened =
-        Link::open(stream, SocketType::Router, limits.max_message_bytes, limits.connect_timeout, held);
+        Link::open(stream, SocketType::Router, limits.max_message_bytes, limits.connect_timeout, bounds);
     let mut link = match opened.await {
         Ok(link) => link,
         Err(error) => return tracing::debug!(%peer, %error, "a control connection did not come about"),

@@ -22,13 +22,13 @@ mod task;
 pub(crate) mod zmtp;
 
 use std::borrow::Cow;
-use std::fmt;
-use std::mem;
+use std::net::{SocketAddr, ToSocketAddrs as _};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc as std_mpsc;
 use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
+use std::{fmt, io, mem};
 
 use posthorse_core::{AtWork, Deadline, Error, ErrorKind, Result};
 use posthorse_engine::descriptors;
@@ -41,10 +41,12 @@ pub use limits::ControlLimits;
 pub use listener::{Listener, Peer, Responder, Service};
 use task::Task;
 
-/// Threads for names that have to be resolved, and for what blocks in awaited gets.
-const BLOCKING_THREADS: usize = 80;
-/// How many of them gets may have: a name is resolved whatever they wait for.
+/// Threads for what blocks: in awaited gets, for names that have to be resolved, and for what waits for no turn.
+const BLOCKING_THREADS: usize = 96;
+/// How many of them gets may have.
 pub(crate) const BLOCKING_TURNS: usize = 64;
+/// How many of them names may have: some systems take half a minute to say that they do not know one.
+const LOOKUPS: usize = 16;
 /// How long a thread that blocks stays without work: a century.
 const FOR_EVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 /// How long connections may take to flush their last replies when the control plane closes.
@@ -65,6 +67,7 @@ struct Inner {
     fork: Arc<ForkGuard>,
     /// Of the threads that block.
     turns: Arc<Semaphore>,
+    lookups: Arc<Semaphore>,
     stop: watch::Sender<bool>,
     /// Held by every task; the last one to let go ends the flush at closing.
     alive: mpsc::WeakSender<()>,
@@ -114,7 +117,9 @@ impl ControlPlane {
         let thread = thread.thread().id();
         let ended = std::sync::Mutex::new(ended);
         let turns = Arc::new(Semaphore::new(BLOCKING_TURNS));
-        Ok(Self { inner: Arc::new(Inner { limits, handle, thread, fork, turns, stop, alive: weak, ended }) })
+        let lookups = Arc::new(Semaphore::new(LOOKUPS));
+        let inner = Inner { limits, handle, thread, fork, turns, lookups, stop, alive: weak, ended };
+        Ok(Self { inner: Arc::new(inner) })
     }
 
     /// Binds `address` (`host:port`, port 0 for any) and serves it.
@@ -135,17 +140,19 @@ impl ControlPlane {
 
     /// A dialer with its own cache of connections; clones of it share that.
     pub fn dialer(&self) -> Dialer {
-        Dialer::new(self.clone(), self.inner.limits.max_connections_per_address, usize::MAX)
+        self.dialer_of(self.inner.limits.max_connections_per_address)
+    }
+
+    /// As [`ControlPlane::dialer`], with at most so many connections to one address.
+    pub(crate) fn dialer_of(&self, most: usize) -> Dialer {
+        Dialer::new(self.clone(), most, usize::MAX)
     }
 
     /// A dialer for exchanges that last: as many with one address at a time, but with all together for no more than every
-    /// eighth descriptor that the process may have.
+    /// eighth descriptor that the process may have, and with one address for half of those.
     pub(crate) fn dialer_for(&self, exchanges: usize) -> Dialer {
-        Dialer::new(
-            self.clone(),
-            descriptors::connections(exchanges, 1),
-            descriptors::connections(usize::MAX, 1),
-        )
+        let most = descriptors::connections(usize::MAX, 1);
+        Dialer::new(self.clone(), exchanges.min(most.div_ceil(2)), most)
     }
 
     /// How many connections a listener serves at a time.
@@ -233,6 +240,23 @@ impl ControlPlane {
         self.within(deadline, what, run).await?
     }
 
+    /// The addresses of a name with a port.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub(crate) async fn lookup(&self, name: &str) -> io::Result<Vec<SocketAddr>> {
+        if let Ok(address) = name.parse() {
+            return Ok(vec![address]);
+        }
+        let turn = Arc::clone(&self.inner.lookups).acquire_owned().await.map_err(io::Error::other)?;
+        let name = name.to_owned();
+        let looked_up = self.inner.handle.spawn_blocking(move || {
+            let _turn = turn;
+            name.to_socket_addrs().map(Iterator::collect)
+        });
+        looked_up.await.map_err(io::Error::other)?
+    }
+
     /// Ends every listener, connection and exchange, and the thread. Replies given before go out, if their peers
     /// read them at once. Idempotent; from the control plane's own thread it does not wait.
     ///
@@ -255,6 +279,11 @@ impl ControlPlane {
             Ok(()) | Err(std_mpsc::RecvTimeoutError::Disconnected) => Ok(()),
             Err(std_mpsc::RecvTimeoutError::Timeout) => Err(Deadline::exceeded("the control plane to end")),
         }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn turns_in_use(&self) -> usize {
+        BLOCKING_TURNS - self.inner.turns.available_permits()
     }
 
     /// Whether the caller is on the control plane's own thread, which must never wait for itself.
@@ -359,8 +388,9 @@ mod tests {
         let late = block_on(plane.run_blocking(soon, "a turn", move || drop(work))).unwrap_err();
         assert_eq!(late.kind(), ErrorKind::DeadlineExceeded);
         assert_eq!(Arc::strong_count(&held), 1, "it is dropped");
-        let lookup = plane.within(Deadline::after(Duration::from_secs(20)), "a name", async {
-            tokio::net::lookup_host("localhost:1").await.map(Iterator::count)
+        let names = plane.clone();
+        let lookup = plane.within(Deadline::after(Duration::from_secs(20)), "a name", async move {
+            names.lookup("localhost:1").await.map(|found| found.len())
         });
         assert!(block_on(pin!(lookup)).unwrap().unwrap() > 0);
         drop(go);

@@ -9,6 +9,10 @@ use super::PullId;
 use super::timers::TimerId;
 use crate::message::Want;
 
+/// What to do where no more may wait.
+const ADVICE: &str = "ask again later, or raise max_parked and max_parked_per_consumer there, and max_connections and the \
+                      descriptor limit (`ulimit -n`), since half of its control connections may wait";
+
 /// The gets that wait, in order of arrival for each key.
 #[derive(Debug)]
 pub(super) struct Parking {
@@ -54,16 +58,15 @@ impl Parking {
         let of_consumer = self.consumers.get(&consumer(pull)).copied().unwrap_or(0);
         if self.parked.len() >= self.most {
             let message = format!("{} gets wait at the producer, which is the most that may", self.most);
-            let advice = "ask again later, or raise max_parked there, and max_connections and the descriptor limit \
-                          (`ulimit -n`), since half of its control connections may wait";
-            return Err(Error::new(ErrorKind::QueueFull, message).with_advice(advice));
+            return Err(Error::new(ErrorKind::QueueFull, message).with_advice(ADVICE));
         }
         if of_consumer >= self.most_per_consumer {
             let most = self.most_per_consumer;
             let message = format!(
-                "{most} gets of this consumer wait at the producer; accepted: max_parked_per_consumer"
+                "{most} gets of this consumer wait at the producer; accepted: max_parked_per_consumer there, and half \
+                 of all that may wait"
             );
-            return Err(Error::new(ErrorKind::QueueFull, message));
+            return Err(Error::new(ErrorKind::QueueFull, message).with_advice(ADVICE));
         }
         Ok(())
     }

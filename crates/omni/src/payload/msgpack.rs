@@ -124,7 +124,8 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Copied before it is looked at: the bytes may lie in memory that a peer can still write.
+    /// Copied before it is looked at: the bytes may lie in memory that a peer can still write. No name is longer than
+    /// 65,535 bytes.
     pub(super) fn str(&mut self) -> Result<String> {
         let len = match self.byte()? {
             byte @ 0xa0..=0xbf => usize::from(byte & 0x1f),
@@ -134,7 +135,11 @@ impl<'a> Reader<'a> {
             byte => return Err(self.unexpected("a string", byte)),
         };
         let at = self.at;
-        String::from_utf8(self.take(len)?.to_vec())
+        let bytes = self.take(len)?;
+        if len > u16::MAX.into() {
+            return Err(malformed(format!("a string of {len} bytes at byte {at}; accepted: up to 65535")));
+        }
+        String::from_utf8(bytes.to_vec())
             .map_err(|_| malformed(format!("the string at byte {at} is not UTF-8")))
     }
 

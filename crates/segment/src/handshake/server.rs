@@ -322,9 +322,8 @@ async fn make_room(newcomers: &mut VecDeque<Newcomer>, most: usize, config: &Han
         if newcomers.len() < most {
             return;
         }
-        let next = newcomers
-            .iter()
-            .filter_map(|newcomer| Some((newcomer.progress.gives_way_in(config)?, newcomer)));
+        let next =
+            newcomers.iter().filter_map(|newcomer| Some((newcomer.progress.gives_way_in(config)?, newcomer)));
         match next.min_by_key(|(left, _)| *left) {
             Some((left, newcomer)) if left.is_zero() => {
                 if newcomer.progress.end(config) {
