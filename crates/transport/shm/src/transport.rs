@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use parking_lot::{Mutex, RwLock};
 use posthorse_core::{
-    Capabilities, Deadline, Error, ErrorKind, Grant, GrantDesc, GrantToken, HostView, Level, Path, PathId,
-    PathState, Region, RegionId, RegisteredRegion, Result, SegmentDesc, Slice, Transport, TransportContext,
-    TransportEvents,
+    Capabilities, Deadline, Ending, Error, ErrorKind, Grant, GrantDesc, GrantToken, HostView, Level, Path,
+    PathId, PathState, Region, RegionId, RegisteredRegion, Result, SegmentDesc, Slice, Transport,
+    TransportContext, TransportEvents,
 };
 use posthorse_memory::ForkGuard;
 use rustix::io::Errno;
@@ -49,6 +49,8 @@ pub struct ShmTransport {
     fork: ForkGuard,
     owner: Arc<Owner>,
     running: Mutex<Option<Arc<Running>>>,
+    /// Of what was started last.
+    ending: Mutex<Arc<Ending>>,
     /// Held by whoever starts or stops the transport, and never waited for: a baton.
     changing: Mutex<()>,
     /// Whether there may be something to copy.
@@ -77,6 +79,7 @@ impl ShmTransport {
             owner: Arc::new(Owner::new(config.max_grants)?),
             config,
             running: Mutex::default(),
+            ending: Mutex::default(),
             changing: Mutex::default(),
             available: Arc::default(),
             links: RwLock::default(),
@@ -271,6 +274,8 @@ impl Transport for ShmTransport {
         let published = server.published();
         let around = Surroundings { reactor, copiers, events, liveness: config.liveness() };
         *self.running.lock() = Some(Arc::new(Running { context, server, around }));
+        // After that, or a stop in between would use up the end of this life without having found it.
+        *self.ending.lock() = Arc::default();
         Ok(json!(published))
     }
 
@@ -279,6 +284,8 @@ impl Transport for ShmTransport {
             // Sockets and threads are the parent's: whatever is done to them here would harm it.
             return;
         }
+        let ending = Arc::clone(&self.ending.lock());
+        let Some(_duty) = ending.begin() else { return };
         // Until the end, so that nothing is started in the midst of it.
         let _changing = self.changing.try_lock();
         let running = self.running.lock().take();

@@ -229,6 +229,49 @@ fn whoever_is_not_in_an_event_waits_until_all_is_reported() {
 }
 
 #[test]
+fn whoever_stops_what_another_is_stopping_returns_when_it_is_stopped() {
+    let pair = Pair::queued();
+    let (release, busy) = (channel::<()>(), channel());
+    let is_over = Arc::new(AtomicBool::new(false));
+    pair.a.events.wake({
+        let (a, is_over) = (Arc::clone(&pair.a), Arc::clone(&is_over));
+        move || {
+            busy.0.send(()).unwrap();
+            let _ = release.1.recv_timeout(Duration::from_secs(60));
+            // From within an event nobody waits, whoever stops it.
+            a.transport.stop();
+            is_over.store(true, Ordering::SeqCst);
+        }
+    });
+    pair.a.submit(pair.path, &[pair.slice(1)]).unwrap();
+    busy.1.recv_timeout(Duration::from_secs(60)).unwrap();
+    let stop = || {
+        let (a, is_over) = (Arc::clone(&pair.a), Arc::clone(&is_over));
+        std::thread::spawn(move || {
+            a.transport.stop();
+            is_over.load(Ordering::SeqCst)
+        })
+    };
+    let first = stop();
+    // It has begun when nothing is taken any more.
+    // SAFETY: no memory is handed over.
+    while unsafe { pair.a.transport.submit(pair.path, &[]) }.is_ok() {
+        std::thread::yield_now();
+    }
+    let second = stop();
+    // Time for a second that does not wait.
+    std::thread::sleep(Duration::from_millis(50));
+    release.0.send(()).unwrap();
+    assert!(first.join().unwrap() && second.join().unwrap());
+    // Each life has an end of its own.
+    for _ in 0..2 {
+        pair.a.start_again().unwrap();
+        assert_eq!(pair.a.start_again().unwrap_err().kind(), ErrorKind::Busy);
+        pair.a.transport.stop();
+    }
+}
+
+#[test]
 fn no_grant_is_held_while_completions_are_reported() {
     let pair = Pair::new(config());
     let (b, token) = (Arc::clone(&pair.b), pair.grant.token);

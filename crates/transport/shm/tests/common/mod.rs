@@ -197,6 +197,17 @@ pub(crate) fn config() -> ShmConfig {
     ShmConfig { liveness_ms: 2000, ..ShmConfig::default() }
 }
 
+fn context(name: &str, incarnation: Incarnation, hello: &Hello, events: &Arc<Recorder>) -> TransportContext {
+    TransportContext {
+        name: name.into(),
+        incarnation,
+        hello: hello.clone(),
+        gate: Arc::new(Unused),
+        events: Arc::clone(events) as Arc<dyn TransportEvents>,
+        control: Arc::new(Unused),
+    }
+}
+
 impl Node {
     pub(crate) fn new(name: &str) -> Self {
         Self::with(name, config(), None)
@@ -207,16 +218,7 @@ impl Node {
         let events = Arc::new(Recorder::default());
         let hello = Hello::new(Features::NONE, fingerprint.map(str::to_owned));
         let incarnation = Incarnation(u64::from(std::process::id()));
-        let published = transport
-            .start(TransportContext {
-                name: name.into(),
-                incarnation,
-                hello: hello.clone(),
-                gate: Arc::new(Unused),
-                events: Arc::clone(&events) as Arc<dyn TransportEvents>,
-                control: Arc::new(Unused),
-            })
-            .unwrap();
+        let published = transport.start(context(name, incarnation, &hello, &events)).unwrap();
         let desc = SegmentDesc {
             name: name.into(),
             incarnation: Some(incarnation),
@@ -225,6 +227,12 @@ impl Node {
             buffers: Vec::new(),
         };
         Self { transport, events, desc, next: AtomicU64::new(0) }
+    }
+
+    /// Starts what was stopped. The descriptor is that of the life before.
+    pub(crate) fn start_again(&self) -> Result<Value> {
+        let (name, hello) = (&self.desc.name, self.desc.hello.as_ref().unwrap());
+        self.transport.start(context(name, self.desc.incarnation.unwrap(), hello, &self.events))
     }
 
     /// Registers `len` bytes that peers may map.
