@@ -193,6 +193,16 @@ fn variables_override_the_configuration_are_refused_by_name_or_named_in_a_warnin
     for part in ["POSTHORSE_TCP_LIVENESS_MS", "liveness_ms is 1", "60 to 3600000"] {
         assert!(said.contains(part), "{part} is missing in {said}");
     }
+    // What is wrong with a folder is seen when the transport starts.
+    for (folder, accepted) in [("here", "an absolute path"), ("/dev/null", "a folder, not a link or file")] {
+        let refused = demo("POSTHORSE_SHM_FOLDER", folder);
+        let said = text(&refused.stderr);
+        assert!(!refused.status.success() && !std::path::Path::new(folder).is_dir(), "{said}");
+        for part in ["as POSTHORSE_SHM_FOLDER says: ", &format!("folder is {folder:?}; accepted: {accepted}")]
+        {
+            assert!(said.contains(part), "{part} is missing in {said}");
+        }
+    }
     // The demo builds its engine itself.
     let refused = demo("POSTHORSE_CONNECTOR_TRANSPORT", "require:tcp");
     let said = text(&refused.stderr);

@@ -133,7 +133,8 @@ impl EngineBuilder {
         let copier = Arc::new(CopyPool::new(CopyPool::default_helpers())?);
         inner.install(Arc::new(LocalTransport::new(copier)))?;
         for transport in transports {
-            inner.install(transport)?;
+            let name = transport.name().to_owned();
+            inner.install(transport).map_err(|error| environment.named(&name, error))?;
         }
         for name in inner.transports.unknown_in_order() {
             tracing::warn!("transport_order names {name:?}, which is neither built in nor installed");

@@ -106,7 +106,7 @@ fn part<T: Serialize + DeserializeOwned + Default>(
 }
 
 /// A part's own error does not know where the part stands: several have a key of that name.
-fn of_part(part: &str, error: Error) -> Error {
+pub(crate) fn of_part(part: &str, error: Error) -> Error {
     match error.kind() {
         ErrorKind::InvalidConfig => {
             Error::new(ErrorKind::InvalidConfig, format!("{part}.{}", error.message()))

@@ -16,7 +16,7 @@ use tokio::sync::Semaphore;
 
 use crate::batch::{Batch, BatchCore, SubmitOptions};
 use crate::builder::EngineBuilder;
-use crate::config::{EngineConfig, Precedence};
+use crate::config::{EngineConfig, Precedence, of_part};
 use crate::events::Sink;
 use crate::explain::{Explanation, PathReport, TransportReport};
 use crate::inbox::{Inbox, Notification};
@@ -465,7 +465,7 @@ impl Inner {
             Ok(()) => Ok(id),
             Err(error) => {
                 self.take_out(id);
-                Err(error.context(format_args!("transport {}", transport.name())))
+                Err(of_part(transport.name(), error))
             }
         }
     }

@@ -90,10 +90,15 @@ impl Environment {
         Ok(config)
     }
 
-    /// Says of an error that begins with a key of this part which variable the value comes from, if one is set for it.
+    /// Says of an error that begins with a key of this part, be it with the part (`part.key`) or not, which variable the
+    /// value comes from, if one is set for it.
     #[must_use]
     pub fn named(&self, part: &str, error: Error) -> Error {
-        let variable = error.message().split_once(" is ").map(|(key, _)| variable(part, key));
+        let key = error.message().split_once(" is ").map(|(key, _)| key);
+        let variable = key.map(|key| {
+            let own = key.strip_prefix(part).and_then(|rest| rest.strip_prefix('.'));
+            variable(part, own.unwrap_or(key))
+        });
         match variable.filter(|variable| self.0.contains_key(variable)) {
             Some(variable) => error.context(format_args!("as {variable} says")),
             None => error,
@@ -201,6 +206,7 @@ mod tests {
     fn another(key: &str, value: &Value) -> String {
         match (key, value) {
             ("transport", _) => "prefer:tcp".to_owned(),
+            ("folder", _) => "/run/posthorse".to_owned(),
             ("bind", _) => "127.0.0.1, ::1".to_owned(),
             ("advertise_networks", _) => "10.0.0.0/8,fd00::/8".to_owned(),
             ("default_port", _) => "17".to_owned(),
@@ -280,6 +286,8 @@ mod tests {
             ("POSTHORSE_SHM_PROCESS_VM", "perhaps", ["\"perhaps\"", "true, false"]),
             #[cfg(feature = "shm")]
             ("POSTHORSE_SHM_LIVENESS_MS", "0", ["liveness_ms is 0", "1 to 3600000"]),
+            #[cfg(feature = "shm")]
+            ("POSTHORSE_SHM_FOLDER", "x\ny", [r#""x\ny""#, "accepted: an absolute path in UTF-8"]),
         ] {
             let error = EngineConfig::default().overridden_by(&environment(&[(name, value)])).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::InvalidConfig, "{name}");
@@ -288,6 +296,22 @@ mod tests {
                 assert!(error.message().contains(part), "{part} is missing in {error}");
             }
             assert!(!error.message().contains("InvalidConfig"), "{error}");
+        }
+    }
+
+    #[test]
+    fn an_error_of_a_key_names_the_variable_that_is_set_for_it() {
+        let environment = environment(&[("POSTHORSE_SHM_FOLDER", "/x")]);
+        for (key, named) in [
+            ("folder", true),
+            ("shm.folder", true),
+            ("tcp.folder", false),
+            ("shmfolder", false),
+            ("shm.host_id", false),
+        ] {
+            let error = environment.named("shm", Error::invalid_config(key, "/x", "a folder"));
+            let blamed = if named { "as POSTHORSE_SHM_FOLDER says: " } else { "" };
+            assert_eq!(error.message(), format!("{blamed}{key} is /x; accepted: a folder"));
         }
     }
 

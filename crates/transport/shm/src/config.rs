@@ -6,6 +6,8 @@ use std::time::Duration;
 use posthorse_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 
+use crate::rendezvous::socket::check_path;
+
 /// The variable that overrides [`ShmConfig::host_id`].
 pub const HOST_ID_VARIABLE: &str = "POSTHORSE_HOST_ID";
 
@@ -17,8 +19,8 @@ pub struct ShmConfig {
     /// `POSTHORSE_HOST_ID` overrides it.
     pub host_id: Option<String>,
     /// Where the rendezvous socket lies. `None`: in the abstract namespace, which leaves nothing behind and is
-    /// shared by the processes of one network namespace. A path: in that folder, which must belong to this user
-    /// alone and is shared by whoever mounts it.
+    /// shared by the processes of one network namespace. An absolute path: in that folder, which must belong to this
+    /// user alone and is shared by whoever mounts it.
     pub folder: Option<PathBuf>,
     /// How many grants can be live at once, standing ones of published regions included.
     pub max_grants: u32,
@@ -74,6 +76,9 @@ impl ShmConfig {
         }
         if let Some(id) = &self.host_id {
             in_range("host_id's length", id.len() as u64, 1, 256)?;
+        }
+        if let Some(folder) = &self.folder {
+            check_path(folder)?;
         }
         in_range("max_grants", self.max_grants.into(), 1, 1 << 24)?;
         in_range("max_peers", self.max_peers.into(), 1, 1 << 16)?;

@@ -31,6 +31,12 @@ const ABSTRACT: &str = "@posthorse-";
 const SUFFIX: &str = "sock";
 /// File descriptors that go with one packet.
 const MAX_FDS: usize = 2;
+/// The digits of a random name.
+const DIGITS: usize = 32;
+/// The longest name of a socket, in bytes (unix(7)); it needs no zero at its end.
+const MAX_NAME: usize = 108;
+/// The longest name of a folder, in bytes, in which a socket's name finds room.
+const MAX_FOLDER: usize = MAX_NAME - "/".len() - DIGITS - ".".len() - SUFFIX.len();
 
 /// 128 random bits in hexadecimal.
 pub(crate) fn random_name() -> Result<String> {
@@ -59,14 +65,10 @@ impl Listener {
             listen(&socket, BACKLOG).map_err(|error| refused("listening at", &address, error))?;
             return Ok(Self { socket, address, file: None });
         };
+        // Before anything is done in a folder that is not to be used.
+        let (file, address) = place(folder, &name)?;
         check_folder(folder)?;
         remove_dead(folder);
-        let file = folder.join(&name).with_extension(SUFFIX);
-        let address = file
-            .to_str()
-            .filter(|path| path.starts_with('/'))
-            .ok_or_else(|| Error::invalid_config("folder", folder.display(), "an absolute path in UTF-8"))?
-            .to_owned();
         // Under another name until it listens, or another process that starts now would take it for dead.
         let early = folder.join(&name);
         let unix = SocketAddrUnix::new(&early).map_err(|error| refused("naming", &address, error))?;
@@ -122,21 +124,36 @@ fn new_socket() -> Result<OwnedFd> {
 }
 
 fn refused(doing: &str, address: &str, error: Errno) -> Error {
-    Error::os(&format!("{doing} the rendezvous socket {address}"), &error.into())
+    Error::os(&format!("{doing} the rendezvous socket {address:?}"), &error.into())
+}
+
+/// Where a socket lies in a folder, and its address.
+fn place(folder: &Path, name: &str) -> Result<(PathBuf, String)> {
+    let file = folder.join(name).with_extension(SUFFIX);
+    let address = file.to_str().filter(|path| path.starts_with('/') && SocketAddrUnix::new(*path).is_ok());
+    let address = address.map(str::to_owned).ok_or_else(|| {
+        let accepted = format!("an absolute path in UTF-8 of at most {MAX_FOLDER} bytes");
+        Error::invalid_config("folder", format_args!("{folder:?}"), &accepted)
+    })?;
+    Ok((file, address))
+}
+
+/// Refuses a folder in which no socket can have a name, whether or not there is one.
+pub(crate) fn check_path(folder: &Path) -> Result<()> {
+    place(folder, &"0".repeat(DIGITS)).map(drop)
 }
 
 /// Makes the folder if need be, and refuses one that another user owns or can enter.
 fn check_folder(folder: &Path) -> Result<()> {
-    let key = |what: &str| Error::invalid_config("folder", folder.display(), what);
+    let key = |what: &str| Error::invalid_config("folder", format_args!("{folder:?}"), what);
     match fs::DirBuilder::new().mode(0o700).create(folder) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
-            return Err(Error::os(&format!("making the rendezvous folder {}", folder.display()), &error));
+            return Err(Error::os(&format!("making the rendezvous folder {folder:?}"), &error));
         }
         _ => {}
     }
-    let found = fs::symlink_metadata(folder).map_err(|error| {
-        Error::os(&format!("looking at the rendezvous folder {}", folder.display()), &error)
-    })?;
+    let found = fs::symlink_metadata(folder)
+        .map_err(|error| Error::os(&format!("looking at the rendezvous folder {folder:?}"), &error))?;
     let us = rustix::process::geteuid().as_raw();
     if !found.is_dir() {
         return Err(key("a folder, not a link or file"));
@@ -209,7 +226,7 @@ pub(crate) fn connect_to(address: &str, deadline: Deadline) -> Result<OwnedFd> {
                 return Err(Error::new(
                     ErrorKind::PeerUnreachable,
                     format!(
-                        "the rendezvous socket {address} is not reachable: {}; the peer is on another host, in another \
+                        "the rendezvous socket {address:?} is not reachable: {}; the peer is on another host, in another \
                          {space} namespace, or gone",
                         io::Error::from(error)
                     ),
@@ -449,6 +466,31 @@ mod tests {
         connect_to(listener.address(), soon()).unwrap();
         drop((listener, other));
         assert_eq!(fs::read_dir(&folder).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_folder_in_which_no_socket_can_have_a_name_is_not_made() {
+        // Under the working directory of this process, which is the crate's folder.
+        let here = tempfile::tempdir_in(".").unwrap();
+        let relative = Path::new(here.path().file_name().unwrap()).join("folder");
+        let long = here.path().join("f".repeat(MAX_NAME));
+        let nothing = relative.join("..");
+        for folder in [&relative, &long, &nothing, &PathBuf::from("x\ny"), &PathBuf::new()] {
+            for error in [Listener::bind(Some(folder)).unwrap_err(), check_path(folder).unwrap_err()] {
+                assert_eq!(error.kind(), ErrorKind::InvalidConfig, "{error}");
+                let said =
+                    format!("folder is {folder:?}; accepted: an absolute path in UTF-8 of at most 70 bytes");
+                assert_eq!(error.message(), said);
+            }
+        }
+        assert_eq!(fs::read_dir(here.path()).unwrap().count(), 0);
+        assert!(!Path::new("x\ny").exists());
+        let root = tempfile::tempdir().unwrap();
+        let room = MAX_FOLDER - root.path().as_os_str().len() - "/".len();
+        let folder = root.path().join("f".repeat(room));
+        let listener = Listener::bind(Some(&folder)).unwrap();
+        connect_to(listener.address(), soon()).unwrap();
+        check_path(&root.path().join("f".repeat(room + 1))).unwrap_err();
     }
 
     #[test]
