@@ -14,6 +14,7 @@ use posthorse_engine::{LeasedMemory, Precedence, Segment, SubmitOptions};
 use super::claim::{Claim, Granted};
 use super::lease::{self, Lease};
 use super::put::Ticket;
+use super::reach::not_reached;
 use super::received::Received;
 use super::worker::block_on;
 use super::{Connector, Inner};
@@ -124,7 +125,7 @@ impl Connector {
     /// transfer failed of. After a failure the payload may still be offered, and a second get succeed.
     pub fn get(&self, edge: &Edge, key: &str, options: GetOptions<'_>) -> Result<Received> {
         let get = self.inner().begin_get(edge, key, options, true)?;
-        self.inner().finish(block_on(self.inner().get(get, Blocking::Here)))
+        self.inner().finish(block_on("a get", self.inner().get(get, Blocking::Here)))
     }
 
     /// Gets a payload if it is offered now. `None` when there is nothing under the key (yet).
@@ -133,7 +134,7 @@ impl Connector {
     /// As [`Connector::get`].
     pub fn try_get(&self, edge: &Edge, key: &str, options: GetOptions<'_>) -> Result<Option<Received>> {
         let get = self.inner().begin_get(edge, key, options, false)?;
-        match block_on(self.inner().get(get, Blocking::Here)) {
+        match block_on("a get", self.inner().get(get, Blocking::Here)) {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
             outcome => self.inner().finish(outcome).map(Some),
         }
@@ -326,7 +327,11 @@ impl Inner {
         }
         let (name, incarnation) = (&offered.segment, offered.incarnation);
         match blocking {
-            Blocking::Here => self.engine.open_life(name, incarnation, self.connect_deadline(get)),
+            Blocking::Here => {
+                let (started, by) = (Instant::now(), self.connect_deadline(get));
+                let opened = self.engine.open_life(name, incarnation, by);
+                opened.map_err(|error| if by == get.deadline { error } else { not_reached(error, started) })
+            }
             Blocking::Elsewhere => self.open_elsewhere(name, incarnation, get.deadline).await,
         }
     }
@@ -648,6 +653,8 @@ mod tests {
     use posthorse_engine::TransferEngine;
     use posthorse_segment::MemoryDirectory;
     use posthorse_testkit::{ControlHub, Fault, FaultTransport, MemoryHub, Plan};
+
+    use pollster::block_on;
 
     use super::*;
     use crate::connector::tests::{Pair, edge, eventually, soon};

@@ -13,6 +13,7 @@ use posthorse_engine::Segment;
 use tokio::sync::Mutex as Turn;
 
 use super::Inner;
+use super::reach::not_reached;
 
 /// Lives of producers beyond which those that nobody opens are forgotten.
 const MOST: usize = 64;
@@ -63,7 +64,9 @@ impl Inner {
             let open = move || {
                 // Not the time that this get has left: it is not the only one.
                 let by = Deadline::after(Duration::from_millis(inner.config.liveness_ms));
+                let started = Instant::now();
                 let outcome = inner.engine.open_life(&life.0, life.1, by);
+                let outcome = outcome.map_err(|error| not_reached(error, started));
                 *last = outcome.as_ref().err().map(|error| (Instant::now(), error.clone()));
                 outcome
             };

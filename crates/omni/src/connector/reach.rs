@@ -3,9 +3,11 @@
 //! A consumer that can ask and cannot be reached costs as much time as a connection may take. So each consumer without
 //! a connection is reached by a thread of its own, which all of its pulls wait for; and one that could not be reached
 //! is remembered: its pulls are refused at once for a moment, and later attempts leave room for newcomers, which go
-//! first three times out of four.
+//! first three times out of four. Of these every other turn is the latest one's, so that it waits for one attempt to end
+//! and not for all that came before it. Under one name lives one consumer: its lives are reached for one after the other,
+//! and where nothing answers under the name, none of them is.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -60,6 +62,10 @@ struct Table {
     again: VecDeque<Life>,
     /// Turns of newcomers since the last of the others.
     in_a_row: u32,
+    /// Whether the next turn of newcomers is the latest one's.
+    latest: bool,
+    /// The names of the consumers that threads are at.
+    names: HashSet<Arc<str>>,
     /// Consumers that threads are at, and how many of them are such as above.
     under_way: usize,
     again_under_way: usize,
@@ -112,20 +118,33 @@ impl Table {
         if self.under_way >= MOST {
             return None;
         }
-        let may_again = self.again_under_way < MOST_AGAIN && !self.again.is_empty();
-        let again = may_again && (self.newcomers.is_empty() || self.in_a_row + 1 >= EVERY);
-        let line = if again { &mut self.again } else { &mut self.newcomers };
-        let turn = Turn { life: line.pop_front()?, again };
-        self.in_a_row = if again { 0 } else { self.in_a_row.saturating_add(1) };
+        let free = |life: &Life| !self.names.contains(&life.0);
+        let newcomer = if self.latest {
+            self.newcomers.iter().rposition(free)
+        } else {
+            self.newcomers.iter().position(free)
+        };
+        let may_again = self.again_under_way < MOST_AGAIN;
+        let other = may_again.then(|| self.again.iter().position(free)).flatten();
+        let again = other.is_some() && (newcomer.is_none() || self.in_a_row + 1 >= EVERY);
+        let life = if again { self.again.remove(other?) } else { self.newcomers.remove(newcomer?) }?;
+        if again {
+            self.in_a_row = 0;
+        } else {
+            self.in_a_row = self.in_a_row.saturating_add(1);
+            self.latest = !self.latest;
+        }
         self.under_way += 1;
-        self.again_under_way += usize::from(turn.again);
-        Some(turn)
+        self.again_under_way += usize::from(again);
+        self.names.insert(Arc::clone(&life.0));
+        Some(Turn { life, again })
     }
 
     /// A turn is over. Returns what waited for it.
     fn end(&mut self, turn: &Turn, failed: Option<&Error>, now: Instant) -> Vec<Waiting> {
         self.under_way -= 1;
         self.again_under_way -= usize::from(turn.again);
+        self.names.remove(&turn.life.0);
         self.failed.remove(&turn.life);
         if let Some(error) = failed {
             if self.failed.len() >= MOST_KNOWN {
@@ -136,7 +155,15 @@ impl Table {
                 self.failed.insert(turn.life.clone(), (now, error.clone()));
             }
         }
-        let waiting = self.waiting.remove(&turn.life).unwrap_or_default();
+        let mut waiting = self.waiting.remove(&turn.life).unwrap_or_default();
+        // Nothing answers under the name: no other life of it either.
+        if failed.is_some_and(|error| error.kind() == ErrorKind::PeerUnreachable) {
+            for line in [&mut self.newcomers, &mut self.again] {
+                line.retain(|life| life.0 != turn.life.0);
+            }
+            let lives = self.waiting.extract_if(|life, _| life.0 == turn.life.0);
+            waiting.extend(lives.flat_map(|(_, waiting)| waiting));
+        }
         self.pulls -= waiting.len();
         waiting
     }
@@ -200,18 +227,22 @@ fn take(inner: &Weak<Inner>, turn: &Turn) -> Option<Turn> {
     };
     let (name, incarnation) = &turn.life;
     let started = Instant::now();
-    let outcome = engine.open_life(name, *incarnation, deadline).map_err(|error| match error.kind() {
-        // Not the time of whoever asked is over, but that for a connection.
+    let outcome = engine.open_life(name, *incarnation, deadline).map_err(|error| not_reached(error, started));
+    let inner = inner.upgrade()?;
+    inner.reached(turn, &outcome, true);
+    inner.reaching.table.lock().begin()
+}
+
+/// Why a peer was not reached, where not the time of whoever asked is over, but that for a connection.
+pub(super) fn not_reached(error: Error, started: Instant) -> Error {
+    match error.kind() {
         ErrorKind::DeadlineExceeded => {
             let message =
                 format!("not reached within {} ms: {}", started.elapsed().as_millis(), error.message());
             Error::new(ErrorKind::PeerUnreachable, message)
         }
         _ => error,
-    });
-    let inner = inner.upgrade()?;
-    inner.reached(turn, &outcome, true);
-    inner.reaching.table.lock().begin()
+    }
 }
 
 #[cfg(test)]
@@ -285,6 +316,47 @@ mod tests {
             .collect();
         assert_eq!(turns.iter().filter(|turn| turn.again).count(), 1, "{turns:?}");
         assert_eq!(table.begin().map(|turn| turn.again), Some(false), "the newcomer that had to wait");
+    }
+
+    #[test]
+    fn the_latest_newcomer_waits_for_one_attempt_and_not_for_all_before_it() {
+        let (mut table, now) = (Table::default(), Instant::now());
+        for consumer in 0..10 * MOST {
+            table.add(waiting(consumer, 0), now).unwrap();
+        }
+        let turns: Vec<_> = std::iter::from_fn(|| table.begin()).collect();
+        assert_eq!(turns.len(), MOST);
+        table.add(waiting(10 * MOST, 0), now).unwrap();
+        let mut next = turns[..2].iter().map(|turn| {
+            table.end(turn, Some(&unreachable()), now);
+            table.begin().unwrap().life.0.parse::<usize>().unwrap()
+        });
+        let [first, second] = [next.next().unwrap(), next.next().unwrap()];
+        assert!([first, second].contains(&(10 * MOST)), "{first} and {second}");
+        assert!(first.min(second) < MOST, "the oldest that waits has its turn, too");
+    }
+
+    #[test]
+    fn lives_of_one_name_are_reached_for_one_after_the_other_and_end_with_it() {
+        let (mut table, now) = (Table::default(), Instant::now());
+        let life = |life: u64| {
+            let pull = PullId { consumer: "c".into(), incarnation: Incarnation(life), pull: life };
+            Waiting { pull, deadline: Deadline::NEVER }
+        };
+        (0..9).for_each(|number| table.add(life(number), now).unwrap());
+        table.add(waiting(1, 0), now).unwrap();
+        let first = table.begin().unwrap();
+        let other = table.begin().unwrap();
+        assert!(table.begin().is_none(), "the others of its name wait");
+        let restarted = Error::new(ErrorKind::PeerRestarted, "another lives there");
+        let [of_name, elsewhere] = if &*first.life.0 == "c" { [first, other] } else { [other, first] };
+        assert_eq!(table.end(&of_name, Some(&restarted), now).len(), 1);
+        let next = table.begin().unwrap();
+        assert_eq!(&*next.life.0, "c");
+        assert_eq!(table.end(&next, Some(&unreachable()), now).len(), 8, "nothing answers under the name");
+        assert!(table.begin().is_none());
+        assert_eq!(table.end(&elsewhere, None, now).len(), 1);
+        assert_eq!((table.pulls, table.under_way, table.names.len(), table.waiting.len()), (0, 0, 0, 0));
     }
 
     #[test]

@@ -3,7 +3,8 @@
 use std::future::Future;
 use std::net::TcpListener;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::task::{Context, Poll, Waker};
+use std::sync::mpsc;
+use std::task::{Context, Poll, Wake, Waker};
 use std::thread;
 
 use posthorse_core::{Access, Checksum, GrantDesc, GrantToken, Incarnation, RegionId};
@@ -331,7 +332,7 @@ fn a_get_that_fails_since_its_producer_closes_says_so() {
     let (sender, receiver) = (pair.sender.inner(), pair.receiver.inner());
     let refused = || Error::new(ErrorKind::AccessDenied, "the token fits no live grant");
     let get = receiver.begin_get(&edge(), "k", GetOptions::until(soon()), true).unwrap();
-    let outcome = || worker::block_on(receiver.ended_by_producer(&get, refused()));
+    let outcome = || pollster::block_on(receiver.ended_by_producer(&get, refused()));
     assert_eq!(outcome().kind(), ErrorKind::AccessDenied, "the producer is well");
     assert_eq!(sender.told(serving::called_off()).kind(), ErrorKind::Cancelled);
     sender.closed.store(true, Ordering::Release);
@@ -446,6 +447,42 @@ fn whatever_order_things_come_in_nothing_is_left() {
         }
         pair.assert_idle();
         pair.assert_whole();
+    }
+}
+
+/// Gets something when it is woken, and says what became of that.
+struct Getter {
+    connector: Connector,
+    outcomes: mpsc::Sender<[ErrorKind; 3]>,
+}
+
+impl Wake for Getter {
+    fn wake(self: Arc<Self>) {
+        let (edge, soon) = (edge(), GetOptions::until(soon()));
+        let got = self.connector.get(&edge, "other", soon).unwrap_err();
+        let tried = self.connector.try_get(&edge, "other", soon).unwrap_err();
+        let mut stream = self.connector.follow_stream(&edge, "r", FollowOptions::default()).unwrap();
+        let next = stream.next(Deadline::after(Duration::from_secs(20))).unwrap_err();
+        let _ = self.outcomes.send([got, tried, next].map(|error| error.kind()));
+    }
+}
+
+#[test]
+fn a_waker_that_waits_is_refused_and_holds_up_nobody() {
+    for transport in ["shm", "tcp"] {
+        let pair = Pair::new(|config| config.transport = format!("require:{transport}").parse().unwrap());
+        let (outcomes, told) = mpsc::channel();
+        let waker = Waker::from(Arc::new(Getter { connector: pair.receiver.clone(), outcomes }));
+        let edge = edge();
+        let mut get = Box::pin(pair.receiver.get_async(&edge, "k", GetOptions::until(soon())));
+        assert!(get.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
+        eventually("the wait", || pair.sender.health().offers.parked == 1);
+        pair.put("k", b"x");
+        let kinds = told.recv_timeout(Duration::from_secs(30)).unwrap();
+        assert_eq!(kinds, [ErrorKind::Busy; 3]);
+        assert_eq!(pollster::block_on(get).unwrap().bytes().unwrap(), b"x");
+        drop(waker);
+        pair.assert_idle();
     }
 }
 

@@ -65,7 +65,18 @@ impl fmt::Debug for Workers {
     }
 }
 
-/// Runs a future on this thread.
-pub(super) fn block_on<T>(future: impl Future<Output = T>) -> T {
+/// Runs a future on this thread, for `what`.
+///
+/// # Errors
+/// `Busy` on a thread that is at work for a connector or an engine, as in the waker of another future: what the future
+/// waits for may be that thread's to do.
+pub(super) fn block_on<T>(what: &str, future: impl Future<Output = Result<T>>) -> Result<T> {
+    if AtWork::is_now() {
+        let text =
+            format!("{what} that waits, on a thread of a connector or an engine, which it would hold up");
+        return Err(
+            Error::new(ErrorKind::Busy, text).with_advice("await it, or do it on a thread of your own")
+        );
+    }
     pollster::block_on(future)
 }

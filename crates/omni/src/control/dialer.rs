@@ -6,17 +6,18 @@ use std::future::Future;
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak, mpsc};
 use std::task::{Context, Poll};
 use std::time::Duration;
 use std::{io, mem};
 
 use posthorse_core::{Deadline, Error, ErrorKind, Result};
+use posthorse_engine::descriptors;
 use rustix::io::Errno;
 use tokio::net::TcpStream;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::JoinHandle;
-use tokio::time::{Instant, sleep_until, timeout_at};
+use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 
 use super::link::{Link, Pulse};
 use super::zmtp::SocketType;
@@ -27,6 +28,8 @@ use crate::message::Answer;
 const MAX_ADDRESSES: usize = 1024;
 /// The most connections to one address that are kept: each has a place at the peer, which others may want.
 const MOST_IDLE: usize = 16;
+/// How often kept connections are looked at: those of peers that are gone are closed, and those that were not used for long.
+const LOOK: Duration = Duration::from_secs(1);
 
 /// Sends requests and waits for their replies. Clones share the kept connections.
 ///
@@ -45,7 +48,16 @@ struct Shared {
     most_in_all: usize,
     /// Leave to have a connection in use, whatever the address.
     in_use: Arc<Semaphore>,
-    addresses: Mutex<HashMap<Arc<str>, Address>>,
+    /// The most that are kept, whatever the address: each takes a descriptor.
+    most_idle: usize,
+    known: Mutex<Known>,
+}
+
+#[derive(Default)]
+struct Known {
+    by_address: HashMap<Arc<str>, Address>,
+    /// Whether a task looks at those that are kept.
+    looking: bool,
 }
 
 struct Address {
@@ -75,8 +87,9 @@ impl Dialer {
     /// Of so many connections in use with one address, and with all.
     pub(super) fn new(plane: ControlPlane, most: usize, most_in_all: usize) -> Self {
         let in_use = Arc::new(Semaphore::new(most_in_all.min(Semaphore::MAX_PERMITS)));
-        let addresses = Mutex::default();
-        Self { shared: Arc::new(Shared { plane, most, most_in_all, in_use, addresses }) }
+        let most_idle = descriptors::connections(usize::MAX, 1).div_ceil(4);
+        let shared = Shared { plane, most, most_in_all, in_use, most_idle, known: Mutex::default() };
+        Self { shared: Arc::new(shared) }
     }
 
     /// Sends `request` to `address` (`host:port`) and resolves to the reply's bytes, on whatever executor. It
@@ -165,7 +178,7 @@ impl Drop for Shared {
     fn drop(&mut self) {
         if self.plane.is_forked() {
             // To close a connection here is to take it out of the event queue that is shared with the parent.
-            mem::forget(mem::take(self.addresses.get_mut().unwrap_or_else(PoisonError::into_inner)));
+            mem::forget(mem::take(self.known.get_mut().unwrap_or_else(PoisonError::into_inner)));
         }
     }
 }
@@ -175,14 +188,13 @@ impl fmt::Debug for Dialer {
         if self.shared.plane.is_forked() {
             return f.write_str("Dialer(of the parent process)");
         }
-        let addresses = self.shared.addresses();
-        let idle: usize = addresses.values().map(|address| address.idle.len()).sum();
-        write!(f, "Dialer({} addresses, {idle} idle connections)", addresses.len())
+        let known = self.shared.known();
+        write!(f, "Dialer({} addresses, {} idle connections)", known.by_address.len(), known.idle())
     }
 }
 
 async fn exchange(
-    shared: &Shared,
+    shared: &Arc<Shared>,
     address: &Arc<str>,
     request: &[u8],
     deadline: Deadline,
@@ -270,10 +282,27 @@ pub(super) fn silent(liveness: Duration) -> Error {
     )
 }
 
+impl Known {
+    /// How many connections are kept.
+    fn idle(&self) -> usize {
+        self.by_address.values().map(|address| address.idle.len()).sum()
+    }
+
+    /// Takes out the one that was used least lately of all, if there are more than `most`.
+    fn surplus(&mut self, most: usize) -> Option<(Link, Instant)> {
+        if self.idle() <= most {
+            return None;
+        }
+        // The oldest of each stand first.
+        let kept = self.by_address.values_mut().filter(|address| !address.idle.is_empty());
+        kept.min_by_key(|address| address.idle[0].1).map(|address| address.idle.remove(0))
+    }
+}
+
 impl Shared {
-    fn addresses(&self) -> MutexGuard<'_, HashMap<Arc<str>, Address>> {
+    fn known(&self) -> MutexGuard<'_, Known> {
         // What a panicking holder left is a cache: still good.
-        self.addresses.lock().unwrap_or_else(PoisonError::into_inner)
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// As [`Shared::permits`], by the deadline of the exchange and that for its beginning.
@@ -301,15 +330,15 @@ impl Shared {
     /// Leave to use a connection to `address`. What waits for its address takes nothing from the others.
     async fn permits(&self, address: &Arc<str>) -> Result<[OwnedSemaphorePermit; 2]> {
         let permits = {
-            let mut addresses = self.addresses();
-            let most = self.most;
-            if addresses.len() >= MAX_ADDRESSES && !addresses.contains_key(address) {
-                addresses.retain(|_, known| known.permits.available_permits() < most);
+            let (mut known, most) = (self.known(), self.most);
+            if known.by_address.len() >= MAX_ADDRESSES && !known.by_address.contains_key(address) {
+                known.by_address.retain(|_, address| address.permits.available_permits() < most);
             }
-            let known = addresses
+            let address = known
+                .by_address
                 .entry(Arc::clone(address))
                 .or_insert_with(|| Address { permits: Arc::new(Semaphore::new(most)), idle: Vec::new() });
-            Arc::clone(&known.permits)
+            Arc::clone(&address.permits)
         };
         let of_address = permits.acquire_owned().await.map_err(|_| closed())?;
         let of_all = Arc::clone(&self.in_use).acquire_owned().await.map_err(|_| closed())?;
@@ -319,54 +348,59 @@ impl Shared {
     /// A kept connection to `address` that is still good.
     fn fresh(&self, address: &Arc<str>) -> Option<Link> {
         loop {
-            let link = self.kept(address)?;
-            if link.is_fresh() {
-                return Some(link);
+            let kept = self.known().by_address.get_mut(address)?.idle.pop()?;
+            if self.is_good(&kept) {
+                return Some(kept.0);
             }
         }
     }
 
-    fn kept(&self, address: &Arc<str>) -> Option<Link> {
-        let timeout = self.plane.inner.limits.cache_timeout;
-        let mut addresses = self.addresses();
-        let idle = &mut addresses.get_mut(address)?.idle;
-        while let Some((link, since)) = idle.pop() {
-            if since.elapsed() < timeout {
-                return Some(link);
-            }
-        }
-        None
+    /// Whether a kept connection can be used: its peer is there, and its time is not over.
+    fn is_good(&self, (link, since): &(Link, Instant)) -> bool {
+        since.elapsed() < self.plane.inner.limits.cache_timeout && link.is_fresh()
     }
 
-    fn keep(&self, address: &Arc<str>, link: Link) {
-        self.forget(false);
+    fn keep(self: &Arc<Self>, address: &Arc<str>, link: Link) {
         // Closed when the lock is free.
-        let mut _oldest = None;
-        if let Some(known) = self.addresses().get_mut(address) {
-            if known.idle.len() >= MOST_IDLE {
-                _oldest = Some(known.idle.remove(0));
+        let mut _surplus = [const { None }; 2];
+        let looks = {
+            let mut known = self.known();
+            let Some(there) = known.by_address.get_mut(address) else { return };
+            if there.idle.len() >= MOST_IDLE {
+                _surplus[0] = Some(there.idle.remove(0));
             }
-            known.idle.push((link, Instant::now()));
+            there.idle.push((link, Instant::now()));
+            _surplus[1] = known.surplus(self.most_idle);
+            mem::replace(&mut known.looking, true)
+        };
+        if !looks {
+            self.plane.spawn(look(Arc::downgrade(self)));
         }
     }
 
-    /// Closes kept connections whose time is over, or all. All addresses are looked through: those that are never asked
-    /// again, too.
-    fn forget(&self, all: bool) {
-        let (now, timeout) = (Instant::now(), self.plane.inner.limits.cache_timeout);
-        for known in self.addresses().values_mut() {
-            // The oldest stand first.
-            if all || known.idle.first().is_some_and(|(_, since)| now.duration_since(*since) >= timeout) {
-                known.idle.retain(|(_, since)| !all && now.duration_since(*since) < timeout);
-            }
+    /// Closes kept connections whose peer is gone or whose time is over. Says whether any are left.
+    fn look(&self) -> bool {
+        let mut _closed = Vec::new();
+        let mut known = self.known();
+        for address in known.by_address.values_mut() {
+            _closed.extend(address.idle.extract_if(.., |kept| !self.is_good(kept)));
         }
+        known.looking = known.idle() > 0;
+        known.looking
+    }
+
+    /// Closes all kept connections.
+    fn forget(&self) {
+        let mut _closed = Vec::new();
+        let mut known = self.known();
+        known.by_address.values_mut().for_each(|address| _closed.append(&mut address.idle));
     }
 
     /// Connects; if the system has no descriptor left, in place of the connections that are kept.
     async fn reach(&self, to: SocketAddr) -> io::Result<TcpStream> {
         match TcpStream::connect(to).await {
             Err(error) if matches!(Errno::from_io_error(&error), Some(Errno::MFILE | Errno::NFILE)) => {
-                self.forget(true);
+                self.forget();
                 TcpStream::connect(to).await
             }
             reached => reached,
@@ -374,8 +408,6 @@ impl Shared {
     }
 
     async fn connect(&self, address: &str) -> Result<Link> {
-        // Where none is answered any more, none is kept either.
-        self.forget(false);
         let limits = &self.plane.inner.limits;
         let end = Instant::now() + limits.connect_timeout;
         let unreachable = |why: &dyn fmt::Display| {
@@ -402,6 +434,17 @@ impl Shared {
                 _ => error.context(format_args!("connecting to {address}")),
             }
         })
+    }
+}
+
+/// Looks at a dialer's kept connections for as long as there are any.
+async fn look(shared: Weak<Shared>) {
+    loop {
+        sleep(LOOK).await;
+        match shared.upgrade() {
+            Some(shared) if shared.look() => {}
+            _ => return,
+        }
     }
 }
 
@@ -487,6 +530,29 @@ mod tests {
             block_on(exchange).unwrap();
         }
         assert_eq!(format!("{dialer:?}"), format!("Dialer(1 addresses, {MOST_IDLE} idle connections)"));
+        plane.close(SOON.into()).unwrap();
+    }
+
+    #[test]
+    fn connections_to_all_addresses_together_that_are_kept_are_few() {
+        let plane = ControlPlane::start(ControlLimits::default()).unwrap();
+        let mut dialer = plane.dialer();
+        Arc::get_mut(&mut dialer.shared).unwrap().most_idle = 3;
+        let idle = |dialer: &Dialer| dialer.shared.known().idle();
+        let there: Vec<_> = (0..5).map(|_| Later::listen(&plane)).collect();
+        for (service, _, address) in &there {
+            let exchange = dialer.request(address, Request::Ping.encode().unwrap(), SOON.into());
+            service.answer(1);
+            block_on(exchange).unwrap();
+        }
+        assert_eq!(idle(&dialer), 3);
+        // The latest are kept. Nobody is asked any more, and those of peers that are gone are closed all the same.
+        drop(there);
+        let soon = std::time::Instant::now() + SOON;
+        while idle(&dialer) > 0 {
+            assert!(std::time::Instant::now() < soon, "they are kept");
+            std::thread::yield_now();
+        }
         plane.close(SOON.into()).unwrap();
     }
 }

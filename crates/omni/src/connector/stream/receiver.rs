@@ -264,9 +264,14 @@ impl StreamReceiver {
     /// # Errors
     /// `DeadlineExceeded`, after which it can be asked again. Otherwise the stream is over, and the same reason comes
     /// again: the producer's own, `Aborted` when it dropped the stream, `Busy` when somebody else follows it, `PeerGone`
-    /// or `PeerUnreachable`, whatever a chunk could not be got for, `Closed`. `Forked` in a child process.
+    /// or `PeerUnreachable`, whatever a chunk could not be got for, `Closed`. `Forked` in a child process. `Busy` within a
+    /// waker that a connector or an engine calls, where it would have to wait: the stream goes on.
     pub fn next(&mut self, deadline: Deadline) -> Result<Option<Received>> {
-        block_on(self.next_async(deadline))
+        self.inner.plane.check_here()?;
+        match self.incoming.take() {
+            Some(next) => next,
+            None => block_on("a chunk", self.next_async(deadline)),
+        }
     }
 
     /// As [`StreamReceiver::next`], to be awaited on any executor.

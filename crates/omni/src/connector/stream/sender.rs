@@ -207,14 +207,14 @@ impl StreamSender {
     /// # Errors
     /// `Aborted` with the consumer's reason, or `PeerGone` when it is gone: the stream is over. `DeadlineExceeded`,
     /// `PoolFull`, `TooLarge`, `QueueFull` or `InvalidArgument`: this chunk was not sent, the next one takes its
-    /// number. `Closed`.
+    /// number; so does `Busy`, within a waker that a connector or an engine calls, where it would have to wait. `Closed`.
     pub fn send<'a>(&mut self, payload: impl Into<Payload<'a>>, deadline: Deadline) -> Result<u64> {
         self.inner.check_open()?;
         let number = loop {
             let sending = self.outgoing.state.lock().machine.send()?;
             match sending {
                 Send::Offer(number) => break number,
-                Send::Wait => block_on(self.ready(deadline))?,
+                Send::Wait => block_on("a chunk", self.ready(deadline))?,
             }
         };
         let options = PutOptions { deadline: Some(deadline), ..PutOptions::default() };
