@@ -6,7 +6,8 @@ use rustix::process::{Resource, getrlimit};
 /// that this process may have (`RLIMIT_NOFILE`, getrlimit(2)).
 ///
 /// Whoever floods one port thus takes no descriptor from the others. The handshake takes two eighths, one of them
-/// for newcomers, the transport `tcp` three, and a connector's control port two.
+/// for newcomers, the transport `tcp` three, a connector's control port two, and the transport `shm` one, of which
+/// each of its peers may cost three descriptors.
 pub fn connections(limit: usize, eighths: usize) -> usize {
     let descriptors = getrlimit(Resource::Nofile).current.map_or(usize::MAX, |most| most as usize);
     limit.min(share(descriptors, eighths)).max(1)

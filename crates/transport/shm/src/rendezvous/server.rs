@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use posthorse_core::{Error, ErrorKind, Hello, Incarnation, RegionId, Result, TransportEvents};
+use posthorse_segment::descriptors;
 use rustix::io::Errno;
 
 use super::reactor::{Reactor, Source, SourceId};
@@ -26,6 +27,8 @@ const OUTBOX: usize = 4096;
 /// Packets of one client that are handled before others have their turn.
 const TURN: usize = 16;
 const MAX_NAME_SHOWN: usize = 256;
+/// The most descriptors that one peer costs: its socket, its process' pidfd, and a region's while it does not read.
+const DESCRIPTORS: usize = 3;
 
 /// Who serves.
 #[derive(Debug)]
@@ -49,6 +52,7 @@ pub(crate) struct Server {
     events: Arc<dyn TransportEvents>,
     reactor: Arc<Reactor>,
     liveness: Duration,
+    /// As configured, or as many as an eighth of the descriptors suffices for.
     max_peers: usize,
     connections: Mutex<HashMap<SourceId, Arc<Connection>>>,
 }
@@ -81,7 +85,8 @@ impl Server {
             events,
             reactor: Arc::clone(reactor),
             liveness: limits.liveness,
-            max_peers: limits.max_peers as usize,
+            max_peers: descriptors::connections(limits.max_peers as usize * DESCRIPTORS, 1)
+                .div_ceil(DESCRIPTORS),
             connections: Mutex::default(),
         });
         reactor.add(this.id, Arc::clone(&this) as Arc<dyn Source>)?;
@@ -112,16 +117,21 @@ impl Server {
         }
     }
 
-    fn accept(self: &Arc<Self>, socket: OwnedFd) -> Result<()> {
+    fn accept(self: &Arc<Self>, socket: OwnedFd, buffer: &mut PacketBuffer) -> Result<()> {
         let refuse = |error: Error| {
-            let _ = send(&socket, &ToClient::Refused(Refusal::of(&error)).encode(), &[]);
+            refuse(&socket, &error);
             error
         };
         check_user(peer_credentials(&socket)?).map_err(refuse)?;
-        // Those that were let go count until they are gone, or whoever does not go could come again and again.
-        if self.connections.lock().len() + self.owner.let_go().len() >= self.max_peers {
-            let full = format!("{} peers are connected already", self.max_peers);
-            return Err(refuse(Error::new(ErrorKind::LimitReached, full)));
+        while self.is_full() {
+            let full = format!(
+                "{} peers are connected already; accepted: max_peers, if descriptors suffice (ulimit -n)",
+                self.max_peers
+            );
+            let full = Error::new(ErrorKind::LimitReached, full);
+            if !self.push_out(&full, buffer) {
+                return Err(refuse(full));
+            }
         }
         let id = self.reactor.number();
         let connection = Arc::new(Connection {
@@ -137,6 +147,32 @@ impl Server {
             self.connections.lock().remove(&id);
         })
     }
+
+    fn is_full(&self) -> bool {
+        // Those that were let go count until they are gone, or whoever does not go could come again and again.
+        self.connections.lock().len() + self.owner.let_go().len() >= self.max_peers
+    }
+
+    /// Ends the oldest conversation of those that have not begun with a hello, unless that has come by now. False when
+    /// there is none.
+    fn push_out(&self, why: &Error, buffer: &mut PacketBuffer) -> bool {
+        let greeting = |connection: &&Arc<Connection>| connection.is_greeting();
+        let oldest =
+            self.connections.lock().values().filter(greeting).min_by_key(|greeting| greeting.id).cloned();
+        let Some(oldest) = oldest else { return false };
+        // Its hello may be there, only not its turn.
+        Arc::clone(&oldest).ready(buffer);
+        if oldest.is_greeting() {
+            refuse(&oldest.socket, why);
+            oldest.end();
+        }
+        true
+    }
+}
+
+/// Says to a client why the conversation ends.
+fn refuse(socket: &OwnedFd, why: &Error) {
+    let _ = send(socket, &ToClient::Refused(Refusal::of(why)).encode(), &[]);
 }
 
 /// The listener as a source, which has to hand out its `Arc`.
@@ -145,18 +181,22 @@ impl Source for Server {
         self.listener.as_fd()
     }
 
-    fn ready(self: Arc<Self>, _: &mut PacketBuffer) {
+    fn ready(self: Arc<Self>, buffer: &mut PacketBuffer) {
         for _ in 0..TURN {
             match self.listener.accept() {
                 Ok(None) => break,
                 Ok(Some(socket)) => {
-                    if let Err(error) = self.accept(socket) {
+                    if let Err(error) = self.accept(socket, buffer) {
                         tracing::warn!(%error, "a shared-memory client was refused");
                     }
                 }
                 Err(error) => {
-                    // Out of descriptors, most likely: the next tick tries again.
-                    tracing::error!(error = %std::io::Error::from(error), "accepting a shared-memory client");
+                    // Out of descriptors, most likely.
+                    let error = Error::os("accepting a shared-memory client", &error.into());
+                    if self.push_out(&error, buffer) {
+                        continue;
+                    }
+                    tracing::error!(%error, "trying again later");
                     self.reactor.await_room(self.id, self.listener.as_fd(), true);
                     break;
                 }
@@ -260,6 +300,10 @@ impl Connection {
         }
     }
 
+    fn is_greeting(&self) -> bool {
+        matches!(*self.phase.lock(), Phase::Greeting)
+    }
+
     fn serving<T>(&self, with: impl FnOnce(&mut Serving) -> T) -> Option<T> {
         match &mut *self.phase.lock() {
             Phase::Serving(serving) => Some(with(serving)),
@@ -271,7 +315,7 @@ impl Connection {
         let result = self.admit(theirs);
         if let Err(error) = &result {
             // At once, since the conversation ends here.
-            let _ = send(&self.socket, &ToClient::Refused(Refusal::of(error)).encode(), &[]);
+            refuse(&self.socket, error);
         }
         result
     }
@@ -279,7 +323,7 @@ impl Connection {
     fn admit(&self, theirs: &ClientHello) -> Result<()> {
         let server = &self.server;
         let identity = &server.identity;
-        if !matches!(*self.phase.lock(), Phase::Greeting) {
+        if !self.is_greeting() {
             return Err(Error::new(ErrorKind::Malformed, "a second hello on one rendezvous"));
         }
         if theirs.nonce != identity.nonce {
@@ -421,6 +465,8 @@ mod tests {
         Region, RegisteredRegion, SharedFile, View,
     };
     use posthorse_memory::{HostMemory, MemoryOptions};
+    use posthorse_testkit::peer;
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
     use super::*;
     use crate::rendezvous::socket::connect_to;
@@ -586,6 +632,45 @@ mod tests {
         assert_eq!(served.owner.clients(), 0);
     }
 
+    #[test]
+    fn those_who_say_nothing_give_way_and_are_told() {
+        let served = Served::new(3);
+        let published = served.server.published();
+        let _client = Deaf::connect(&served).unwrap();
+        let silent: Vec<_> = (0..6).map(|_| connect_to(&published.socket, soon()).unwrap()).collect();
+        let mut buffer = PacketBuffer::new();
+        for socket in &silent[..4] {
+            let Packet { bytes, .. } = buffer.receive_by(socket, soon()).unwrap();
+            let ToClient::Refused(refusal) = ToClient::decode(bytes).unwrap() else { panic!("it is let in") };
+            assert_eq!(refusal.into_error().kind(), ErrorKind::LimitReached);
+            assert!(buffer.receive_by(socket, soon()).unwrap().bytes.is_empty());
+        }
+        let clients: Vec<_> = (0..2).map(|_| Deaf::connect(&served).unwrap()).collect();
+        assert_eq!(Deaf::connect(&served).err().map(|error| error.kind()), Some(ErrorKind::LimitReached));
+        assert_eq!((served.owner.clients(), clients.len()), (3, 2));
+    }
+
+    #[test]
+    fn peers_take_no_more_than_an_eighth_of_the_descriptors() {
+        let Some(peer) = peer::child() else {
+            // The limit is a process's: a process of its own has it.
+            let name = "rendezvous::server::tests::peers_take_no_more_than_an_eighth_of_the_descriptors";
+            let peer = peer::spawn(name, &()).unwrap();
+            assert_eq!(peer.receive::<(usize, usize)>(soon()).unwrap(), (10, 10));
+            return;
+        };
+        let before = getrlimit(Resource::Nofile);
+        setrlimit(Resource::Nofile, Rlimit { current: Some(240), ..before }).unwrap();
+        let served = Served::new(1024);
+        let published = served.server.published();
+        let silent: Vec<_> = (0..40).map(|_| connect_to(&published.socket, soon()).unwrap()).collect();
+        // The last is let in when all have been.
+        let clients: Vec<_> = std::iter::from_fn(|| Deaf::connect(&served).ok()).take(40).collect();
+        let open = served.server.connections.lock().len();
+        drop(silent);
+        peer.send(&(clients.len(), open)).unwrap();
+    }
+
     /// A region that is withdrawn while its file is asked for.
     #[derive(Debug)]
     struct Withdrawing {
@@ -673,7 +758,7 @@ mod tests {
             None,
         )
         .unwrap();
-        let error = served.server.accept(one).unwrap_err();
+        let error = served.server.accept(one, &mut PacketBuffer::new()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Closed, "{error}");
         assert!(served.server.connections.lock().is_empty());
     }
