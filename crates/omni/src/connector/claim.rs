@@ -99,10 +99,10 @@ impl Granted {
     }
 
     /// As [`Granted::end`], without waiting. The grant comes back where the producer may still write.
-    pub(super) fn end_now(mut self) -> Result<ManagedBuffer, Self> {
+    pub(super) fn end_now(mut self) -> Result<ManagedBuffer, Box<Self>> {
         match self.revoke(Deadline::after(Duration::ZERO)).and_then(|()| self.take()) {
             Ok(buffer) => Ok(buffer),
-            Err(_) => Err(self),
+            Err(_) => Err(Box::new(self)),
         }
     }
 
