@@ -24,8 +24,8 @@ pub struct ShmConfig {
     pub folder: Option<PathBuf>,
     /// How many grants can be live at once, standing ones of published regions included.
     pub max_grants: u32,
-    /// How many peers may be connected to this process at once, those included that hold memory although they were
-    /// let go. At most a 24th as many as the process may have descriptors (`RLIMIT_NOFILE`), of which a peer may cost
+    /// How many peers may be connected to this process at once, those included that hold memory although they have
+    /// gone; half of them from one process. At most a 24th as many as the process may have descriptors (`RLIMIT_NOFILE`), of which a peer may cost
     /// three. Whoever has said nothing yet makes room for one more.
     pub max_peers: u32,
     /// How many bytes one call of `submit` copies by itself; whatever is beyond goes to the copy threads.

@@ -13,7 +13,7 @@ use posthorse_core::{
 };
 use posthorse_memory::reopen_read_only;
 
-use crate::client::Client;
+use crate::client::{Client, ClientProcess};
 use crate::table::{Key, PeerHash, Table, Terms};
 
 #[derive(Debug)]
@@ -80,6 +80,14 @@ impl Owner {
     /// dead to it, and one retired later waits for it.
     pub(crate) fn add_client(&self, client: &Arc<Client>) {
         self.clients.write().push(Arc::clone(client));
+    }
+
+    /// A process with one pidfd for all its clients, and how many those are.
+    pub(crate) fn share_process(&self, found: ClientProcess) -> (Arc<ClientProcess>, usize) {
+        let all: Vec<_> = self.clients.read().iter().map(|client| Arc::clone(client.process())).collect();
+        // Not under the lock, as it takes system calls.
+        let Some(known) = all.iter().find(|known| found.is(known)) else { return (Arc::new(found), 0) };
+        (Arc::clone(known), all.iter().filter(|other| Arc::ptr_eq(other, known)).count())
     }
 
     /// Forgets the clients that were let go and are over.

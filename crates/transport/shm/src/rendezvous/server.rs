@@ -17,10 +17,10 @@ use super::wire::{
     ClientHello, MapRequest, Refusal, RegionReply, Request, ToClient, ToOwner, Welcome, printable,
 };
 use super::{Published, check_host_ids};
-use crate::client::Client;
+use crate::client::{Client, ClientProcess};
 use crate::owner::{Lent, Owner, not_registered};
 use crate::slots::ClientSlots;
-use crate::sys::{peer_credentials, peer_pidfd};
+use crate::sys::peer_credentials;
 
 /// Answers that wait for a client to read them; a client that leaves more unread is let go.
 const OUTBOX: usize = 4096;
@@ -335,8 +335,14 @@ impl Connection {
         check_host_ids(identity.host_id.as_deref(), theirs.host_id.as_deref())?;
         identity.hello.agree(&theirs.hello)?;
 
+        let (process, others) = server.owner.share_process(ClientProcess::of(&self.socket)?);
+        let most = server.max_peers.div_ceil(2);
+        if others >= most {
+            let full =
+                format!("this process has {others} connections here; accepted: {most}, half of max_peers");
+            return Err(Error::new(ErrorKind::LimitReached, full));
+        }
         let (slots_file, slots) = ClientSlots::new()?;
-        let process = peer_pidfd(&self.socket, peer_credentials(&self.socket)?)?;
         let client = Client::new(slots, Arc::clone(&self.socket), process);
         let grants = server.owner.table().entries() as u32;
         let table =
@@ -553,7 +559,10 @@ mod tests {
 
     impl Deaf {
         fn connect(served: &Served) -> Result<Self> {
-            let published = served.server.published();
+            Self::meet(served.server.published())
+        }
+
+        fn meet(published: Published) -> Result<Self> {
             let socket = connect_to(&published.socket, soon())?;
             let hello = ClientHello {
                 hello: Hello::new(Features::NONE, None),
@@ -634,10 +643,10 @@ mod tests {
 
     #[test]
     fn those_who_say_nothing_give_way_and_are_told() {
-        let served = Served::new(3);
+        let served = Served::new(6);
         let published = served.server.published();
         let _client = Deaf::connect(&served).unwrap();
-        let silent: Vec<_> = (0..6).map(|_| connect_to(&published.socket, soon()).unwrap()).collect();
+        let silent: Vec<_> = (0..9).map(|_| connect_to(&published.socket, soon()).unwrap()).collect();
         let mut buffer = PacketBuffer::new();
         for socket in &silent[..4] {
             let Packet { bytes, .. } = buffer.receive_by(socket, soon()).unwrap();
@@ -646,8 +655,70 @@ mod tests {
             assert!(buffer.receive_by(socket, soon()).unwrap().bytes.is_empty());
         }
         let clients: Vec<_> = (0..2).map(|_| Deaf::connect(&served).unwrap()).collect();
-        assert_eq!(Deaf::connect(&served).err().map(|error| error.kind()), Some(ErrorKind::LimitReached));
         assert_eq!((served.owner.clients(), clients.len()), (3, 2));
+    }
+
+    #[test]
+    fn one_process_takes_half_of_the_places_whether_it_is_there_or_holds_on() {
+        const NAME: &str =
+            "rendezvous::server::tests::one_process_takes_half_of_the_places_whether_it_is_there_or_holds_on";
+        if let Some(peer) = peer::child() {
+            let published: Vec<String> = peer.receive(soon()).unwrap();
+            let [socket, nonce] = published.try_into().unwrap();
+            let published = Published { socket, host_id: None, nonce };
+            let clients: Vec<_> = (0..2).map(|_| Deaf::meet(published.clone()).map(drop)).collect();
+            peer.send(&clients.iter().filter(|client| client.is_ok()).count()).unwrap();
+            return;
+        }
+        let served = Served::new(4);
+        let _here = Deaf::connect(&served).unwrap();
+        let left = Deaf::connect(&served).unwrap();
+        let slot = left.slots.claim();
+        slot.announce(&left.table, TOKEN, PeerHash::of(ME)).unwrap();
+        drop(left.socket);
+        let end = || served.owner.let_go().len() == 1;
+        crate::owner::wait_until(soon(), "the owner to hear of it", end).unwrap();
+        let error = Deaf::connect(&served).err().unwrap();
+        assert_eq!(error.kind(), ErrorKind::LimitReached, "{error}");
+        assert!(error.message().contains("this process has 2 connections"), "{error}");
+        let other = peer::spawn(NAME, &()).unwrap();
+        let Published { socket, nonce, .. } = served.server.published();
+        other.send(&[socket, nonce]).unwrap();
+        assert_eq!(other.receive::<usize>(soon()).unwrap(), 2);
+        drop(slot);
+        crate::owner::wait_until(soon(), "the place to be free", || Deaf::connect(&served).is_ok()).unwrap();
+    }
+
+    #[test]
+    fn clients_that_left_and_hold_on_keep_no_descriptors() {
+        let Some(peer) = peer::child() else {
+            // In a process of its own, since other tests open descriptors meanwhile.
+            let name = "rendezvous::server::tests::clients_that_left_and_hold_on_keep_no_descriptors";
+            let peer = peer::spawn(name, &()).unwrap();
+            assert_eq!(peer.receive::<String>(soon()).unwrap(), "");
+            return;
+        };
+        let descriptors = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+        let served = Served::new(100);
+        let before = descriptors();
+        let mut held = Vec::new();
+        for _ in 0..40 {
+            let client = Deaf::connect(&served).unwrap();
+            let slot = client.slots.claim();
+            slot.announce(&client.table, TOKEN, PeerHash::of(ME)).unwrap();
+            // It stays announced.
+            std::mem::forget(slot);
+            held.push((client.table, client.slots));
+        }
+        let one_pidfd = || descriptors() == before + 1;
+        let waited = crate::owner::wait_until(
+            Deadline::after(Duration::from_secs(10)),
+            "the descriptors to be given up",
+            one_pidfd,
+        );
+        assert!(!served.is_quiet(), "they are inside");
+        let said = waited.map_err(|error| format!("{error}: {} before, {}", before, descriptors()));
+        peer.send(&said.err().unwrap_or_default()).unwrap();
     }
 
     #[test]
@@ -656,7 +727,8 @@ mod tests {
             // The limit is a process's: a process of its own has it.
             let name = "rendezvous::server::tests::peers_take_no_more_than_an_eighth_of_the_descriptors";
             let peer = peer::spawn(name, &()).unwrap();
-            assert_eq!(peer.receive::<(usize, usize)>(soon()).unwrap(), (10, 10));
+            // Half of them from one process.
+            assert_eq!(peer.receive::<(usize, usize)>(soon()).unwrap(), (5, 10));
             return;
         };
         let before = getrlimit(Resource::Nofile);
@@ -664,9 +736,10 @@ mod tests {
         let served = Served::new(1024);
         let published = served.server.published();
         let silent: Vec<_> = (0..40).map(|_| connect_to(&published.socket, soon()).unwrap()).collect();
-        // The last is let in when all have been.
-        let clients: Vec<_> = std::iter::from_fn(|| Deaf::connect(&served).ok()).take(40).collect();
+        // It is let in when all those have been.
+        let mut clients = vec![Deaf::connect(&served).unwrap()];
         let open = served.server.connections.lock().len();
+        clients.extend(std::iter::from_fn(|| Deaf::connect(&served).ok()).take(40));
         drop(silent);
         peer.send(&(clients.len(), open)).unwrap();
     }
