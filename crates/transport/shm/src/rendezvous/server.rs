@@ -339,7 +339,7 @@ impl Connection {
         let most = server.max_peers.div_ceil(2);
         if others >= most {
             let full =
-                format!("this process has {others} connections here; accepted: {most}, half of max_peers");
+                format!("this process has {others} connections here; accepted: {most}, half of all places");
             return Err(Error::new(ErrorKind::LimitReached, full));
         }
         let (slots_file, slots) = ClientSlots::new()?;
