@@ -14,7 +14,7 @@ use posthorse_core::{
 use crate::engine::Inner;
 use crate::peer::Segment;
 use crate::plan::Plan;
-use crate::signal::Signal;
+use crate::signal::{Place, Signal};
 use crate::submission::{Doom, Submission};
 
 /// What the batch and its submissions share. The submissions hold it, so it does not hold them.
@@ -259,7 +259,7 @@ impl Batch {
 
     /// A future of [`Batch::wait`] without a deadline; the submissions' own deadlines hold.
     pub const fn done(&self) -> Done<'_> {
-        Done { batch: self }
+        Done { batch: self, place: Place::NONE }
     }
 
     /// Calls off what has not ended. What is under way already may still complete; wait for the batch to know.
@@ -280,15 +280,26 @@ impl Drop for Batch {
 #[derive(Debug)]
 pub struct Done<'a> {
     batch: &'a Batch,
+    place: Place,
 }
 
 impl Future for Done<'_> {
     type Output = Result<()>;
 
-    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        self.batch.engine.fork.check()?;
-        let core = &self.batch.core;
-        core.signal.poll(context, || core.is_ended()).map(|()| core.outcome())
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let Self { batch, place } = &mut *self;
+        batch.engine.fork.check()?;
+        let core = &batch.core;
+        core.signal.poll(place, context, || core.is_ended()).map(|()| core.outcome())
+    }
+}
+
+impl Drop for Done<'_> {
+    fn drop(&mut self) {
+        // In a forked child the lock may be that of a thread that is not there.
+        if self.batch.engine.fork.check().is_ok() {
+            self.batch.core.signal.leave(&self.place);
+        }
     }
 }
 
@@ -303,6 +314,8 @@ impl<'a> IntoFuture for &'a Batch {
 
 #[cfg(test)]
 mod tests {
+    use std::task::{Wake, Waker};
+
     use posthorse_core::{Access, Opcode, Priority, RemoteRange, Route};
     use posthorse_segment::MemoryDirectory;
     use posthorse_testkit::ControlHub;
@@ -339,5 +352,27 @@ mod tests {
         let core = Arc::downgrade(&batch.core);
         drop(batch);
         assert!(core.upgrade().is_none(), "the batch and its submissions hold each other");
+    }
+
+    #[test]
+    fn a_future_that_is_dropped_leaves_no_waker() {
+        let engine = TransferEngine::builder().bare().build().unwrap();
+        let batch = engine.batch();
+        // As if something were under way.
+        batch.core.submission_began();
+        let task = Arc::new(Nobody);
+        for _ in 0..10 {
+            let waker = Waker::from(Arc::clone(&task));
+            let polled = Pin::new(&mut batch.done()).poll(&mut Context::from_waker(&waker));
+            assert!(polled.is_pending());
+        }
+        assert_eq!(Arc::strong_count(&task), 1, "wakers are kept for futures that are gone");
+        batch.core.submission_ended();
+    }
+
+    struct Nobody;
+
+    impl Wake for Nobody {
+        fn wake(self: Arc<Self>) {}
     }
 }

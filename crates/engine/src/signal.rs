@@ -22,8 +22,45 @@ mod sync {
 pub(crate) struct Signal {
     /// Threads that are parked or about to be, and registered wakers.
     waiting: AtomicUsize,
-    wakers: Mutex<Vec<Waker>>,
+    wakers: Mutex<Wakers>,
     parked: Condvar,
+}
+
+/// One waker for each future that waits, under the number of its place.
+#[derive(Default)]
+struct Wakers {
+    places: u64,
+    registered: Vec<(u64, Waker)>,
+}
+
+impl Wakers {
+    /// Registers a future's waker. The one that it replaces is returned.
+    fn register(&mut self, place: &mut Place, waker: Waker) -> Option<Waker> {
+        let number = *place.0.get_or_insert_with(|| {
+            self.places += 1;
+            self.places
+        });
+        if let Some((_, known)) = self.registered.iter_mut().find(|(owner, _)| *owner == number) {
+            return Some(std::mem::replace(known, waker));
+        }
+        self.registered.push((number, waker));
+        None
+    }
+
+    fn remove(&mut self, place: &Place) -> Option<Waker> {
+        let index = self.registered.iter().position(|(owner, _)| Some(*owner) == place.0)?;
+        Some(self.registered.swap_remove(index).1)
+    }
+}
+
+/// Where one future's waker is kept. A future has one of its own, whatever tasks poll it, so that what is kept is bounded
+/// by the futures there are; it gives it back with [`Signal::leave`].
+#[derive(Debug, Default)]
+pub(crate) struct Place(Option<u64>);
+
+impl Place {
+    /// Of a future that was not polled yet.
+    pub(crate) const NONE: Self = Self(None);
 }
 
 impl Signal {
@@ -37,11 +74,11 @@ impl Signal {
         }
         let wakers = {
             let mut wakers = self.wakers.lock();
-            self.waiting.fetch_sub(wakers.len(), Ordering::SeqCst);
-            std::mem::take(&mut *wakers)
+            self.waiting.fetch_sub(wakers.registered.len(), Ordering::SeqCst);
+            std::mem::take(&mut wakers.registered)
         };
         self.parked.notify_all();
-        wake_all(wakers);
+        wake_all(wakers.into_iter().map(|(_, waker)| waker));
     }
 
     /// Waits until `done`: spins for `spin_for`, where that pays, then parks. Says whether it was done by the deadline.
@@ -87,20 +124,42 @@ impl Signal {
     }
 
     /// Ready when `done`; else the task is woken when the bell rings next.
-    pub(crate) fn poll(&self, context: &mut Context<'_>, done: impl Fn() -> bool) -> Poll<()> {
+    pub(crate) fn poll(
+        &self,
+        place: &mut Place,
+        context: &mut Context<'_>,
+        done: impl Fn() -> bool,
+    ) -> Poll<()> {
         if done() {
             return Poll::Ready(());
         }
-        let mut wakers = self.wakers.lock();
-        if !wakers.iter().any(|waker| waker.will_wake(context.waker())) {
-            wakers.push(context.waker().clone());
-            self.waiting.fetch_add(1, Ordering::SeqCst);
-        }
-        drop(wakers);
+        // Cloned and dropped without the lock: a waker's code is not ours.
+        let waker = context.waker().clone();
+        let replaced = {
+            let mut wakers = self.wakers.lock();
+            let replaced = wakers.register(place, waker);
+            self.waiting.fetch_add(usize::from(replaced.is_none()), Ordering::SeqCst);
+            replaced
+        };
+        drop(replaced);
         // As in `wait`.
         fence(Ordering::SeqCst);
         // A change between the first look and the registration may have found nobody to wake.
         if done() { Poll::Ready(()) } else { Poll::Pending }
+    }
+
+    /// Forgets the waker of a future that is dropped.
+    pub(crate) fn leave(&self, place: &Place) {
+        if place.0.is_none() {
+            return;
+        }
+        let waker = {
+            let mut wakers = self.wakers.lock();
+            let waker = wakers.remove(place);
+            self.waiting.fetch_sub(usize::from(waker.is_some()), Ordering::SeqCst);
+            waker
+        };
+        drop(waker);
     }
 }
 
@@ -114,6 +173,7 @@ impl fmt::Debug for Signal {
 mod tests {
     use std::sync::Arc;
     use std::sync::atomic::AtomicBool;
+    use std::task::Wake;
     use std::thread;
 
     use super::*;
@@ -143,28 +203,54 @@ mod tests {
         }
     }
 
+    #[derive(Default)]
+    struct Count(AtomicUsize);
+
+    impl Wake for Count {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+
     #[test]
     fn a_task_is_woken_once_by_the_next_ring() {
-        use std::sync::atomic::AtomicUsize;
-        use std::task::Wake;
-
-        struct Count(AtomicUsize);
-        impl Wake for Count {
-            fn wake(self: Arc<Self>) {
-                self.0.fetch_add(1, Ordering::SeqCst);
-            }
-        }
-
-        let (signal, count) = (Signal::default(), Arc::new(Count(AtomicUsize::new(0))));
+        let (signal, count) = (Signal::default(), Arc::new(Count::default()));
         let waker = Waker::from(Arc::clone(&count));
-        let mut context = Context::from_waker(&waker);
-        assert!(signal.poll(&mut context, || false).is_pending());
-        assert!(signal.poll(&mut context, || false).is_pending(), "registered only once");
+        let (mut context, mut place) = (Context::from_waker(&waker), Place::NONE);
+        assert!(signal.poll(&mut place, &mut context, || false).is_pending());
+        assert!(signal.poll(&mut place, &mut context, || false).is_pending(), "registered only once");
         signal.ring();
         signal.ring();
         assert_eq!(count.0.load(Ordering::SeqCst), 1);
-        assert!(signal.poll(&mut context, || true).is_ready());
+        assert!(signal.poll(&mut place, &mut context, || true).is_ready());
         assert_eq!(signal.waiting.load(Ordering::SeqCst), 0);
+    }
+
+    #[test]
+    fn a_future_keeps_one_waker_whoever_polls_it_and_none_when_it_is_gone() {
+        let (signal, mut place) = (Signal::default(), Place::NONE);
+        let counts: Vec<Arc<Count>> = (0..100).map(|_| Arc::default()).collect();
+        for count in &counts {
+            let waker = Waker::from(Arc::clone(count));
+            assert!(signal.poll(&mut place, &mut Context::from_waker(&waker), || false).is_pending());
+        }
+        assert_eq!(signal.waiting.load(Ordering::SeqCst), 1);
+        let kept = counts.iter().filter(|count| Arc::strong_count(count) > 1).count();
+        assert_eq!(kept, 1, "only whoever polled last is woken");
+
+        // Two futures of one task are two: the end of one must not silence the other.
+        let (count, mut other) = (Arc::new(Count::default()), Place::NONE);
+        let waker = Waker::from(Arc::clone(&count));
+        assert!(signal.poll(&mut other, &mut Context::from_waker(&waker), || false).is_pending());
+        assert!(signal.poll(&mut place, &mut Context::from_waker(&waker), || false).is_pending());
+        signal.leave(&place);
+        signal.leave(&place);
+        assert_eq!(signal.waiting.load(Ordering::SeqCst), 1);
+        signal.ring();
+        assert_eq!(count.0.load(Ordering::SeqCst), 1);
+        signal.leave(&other);
+        assert_eq!(signal.waiting.load(Ordering::SeqCst), 0);
+        assert!(counts.iter().all(|count| Arc::strong_count(count) == 1));
     }
 }
 
@@ -266,8 +352,8 @@ mod model {
                 move || ring(&shared)
             });
             let waker = Waker::from(std::sync::Arc::clone(&woken));
-            let mut context = Context::from_waker(&waker);
-            let polled = shared.0.poll(&mut context, || shared.1.load(Ordering::Acquire));
+            let (mut context, mut place) = (Context::from_waker(&waker), Place::NONE);
+            let polled = shared.0.poll(&mut place, &mut context, || shared.1.load(Ordering::Acquire));
             ringer.join().unwrap();
             assert!(polled.is_ready() || woken.0.load(std::sync::atomic::Ordering::SeqCst));
         });

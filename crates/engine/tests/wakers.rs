@@ -7,6 +7,7 @@
 mod support;
 
 use std::future::Future;
+use std::pin::Pin;
 use std::sync::{Arc, Mutex, mpsc};
 use std::task::{Context, Poll, Wake};
 use std::thread;
@@ -90,8 +91,11 @@ impl Scene {
         let mut batch = self.writer().batch();
         self.submit(&mut batch, "stuck");
         let waker = Arc::new(Once(Mutex::new(Some(Box::new(work))))).into();
-        let pending = std::pin::pin!(batch.done()).poll(&mut Context::from_waker(&waker));
+        let mut done = batch.done();
+        let pending = Pin::new(&mut done).poll(&mut Context::from_waker(&waker));
         assert!(matches!(pending, Poll::Pending));
+        // The task waits on: one whose future is dropped is not woken.
+        std::mem::forget(done);
         batch
     }
 }
