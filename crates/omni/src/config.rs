@@ -204,7 +204,7 @@ config! {
     /// The most gets of one consumer that wait at a producer, and of this connector that are sent there to wait.
     max_parked_per_consumer: u32 = 1024, "at least 0";
     /// The most control connections that a producer serves.
-    max_connections: u32 = 4096, "at least 1";
+    max_connections: u32 = 4096, "at least 8";
     /// How many chunks of a stream may be under way: the producer's holds until the consumer says what its own is.
     stream_window: u32 = 16, "1 to 65536";
     /// The most streams that are sent, and the most that are received.
@@ -225,7 +225,8 @@ impl ConnectorConfig {
             ("connect_ms", self.connect_ms, 1, hour),
             ("workers", self.workers.into(), 1, 256),
             ("max_offers", self.max_offers.into(), 1, u32::MAX.into()),
-            ("max_connections", self.max_connections.into(), 1, u32::MAX.into()),
+            // One consumer that gets, waits and follows a stream has five at a time.
+            ("max_connections", self.max_connections.into(), 8, u32::MAX.into()),
             ("stream_window", self.stream_window.into(), 1, MAX_WINDOW.into()),
             ("max_streams", self.max_streams.into(), 1, u32::MAX.into()),
         ];
@@ -564,6 +565,7 @@ mod tests {
             (json!({"workers": 0}), ["workers is 0", "1 to 256"]),
             (json!({"protocol": "ib"}), ["protocol is \"ib\"", "auto, tcp, shm"]),
             (json!({"liveness_ms": -1}), ["liveness_ms is -1", "milliseconds"]),
+            (json!({"max_connections": 7}), ["max_connections is 7", "8 to 4294967295"]),
             (json!({"liveness_ms": 59}), ["liveness_ms is 59", "60 to 3600000"]),
             (json!({"sender_zmq_port": 0}), ["sender_zmq_port is 0", "1 to 65535"]),
             (json!({"host": "a b"}), ["host is \"a b\"", "a host name or address, or auto"]),

@@ -55,7 +55,7 @@ pub struct TcpConfig {
     /// How often in a row a lane is made again, with no slice completed in between, nor with nothing to do for the
     /// liveness time.
     pub reconnect_attempts: u32,
-    /// The most connections accepted from peers.
+    /// The most connections accepted from peers: at least as many as a path has lanes, of which each is one.
     pub max_connections: usize,
 }
 
@@ -108,7 +108,7 @@ impl TcpConfig {
         within("liveness_ms", self.liveness_ms, 60, 3_600_000)?;
         within("connect_timeout_ms", self.connect_timeout_ms, 10, 3_600_000)?;
         within("reconnect_attempts", self.reconnect_attempts.into(), 0, 16)?;
-        within("max_connections", self.max_connections as u64, 1, 1 << 20)?;
+        within("max_connections", self.max_connections as u64, self.lanes_of_a_path(), 1 << 20)?;
         if !self.interfaces.is_empty() && !self.bind.is_empty() {
             return Err(Error::invalid_config(
                 "interfaces",
@@ -169,6 +169,12 @@ impl TcpConfig {
         }
     }
 
+    /// How many lanes a path has that a peer makes which is configured as this side is, whatever its cores.
+    const fn lanes_of_a_path(&self) -> u64 {
+        let bulk = if self.bulk_lanes == 0 { 2 } else { self.bulk_lanes };
+        (self.express_lanes + bulk) as u64
+    }
+
     pub(crate) fn thread_count(&self) -> usize {
         if self.threads > 0 {
             return self.threads;
@@ -208,6 +214,13 @@ mod tests {
         let base = TcpConfig::default;
         for (config, key, value, accepted) in [
             (TcpConfig { bulk_lanes: 17, ..base() }, "bulk_lanes", "17", "0 to 16"),
+            (TcpConfig { max_connections: 2, ..base() }, "max_connections", "2", "3 to 1048576"),
+            (
+                TcpConfig { express_lanes: 16, bulk_lanes: 4, max_connections: 19, ..base() },
+                "max_connections",
+                "19",
+                "20 to 1048576",
+            ),
             (TcpConfig { liveness_ms: 1, ..base() }, "liveness_ms", "1", "60 to"),
             (TcpConfig { socket_buffer_bytes: 100, ..base() }, "socket_buffer_bytes", "100", "65536"),
             (TcpConfig { port: 65535, port_range: 1, ..base() }, "port_range", "1", "65535"),
