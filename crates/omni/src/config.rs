@@ -280,12 +280,12 @@ impl ConnectorConfig {
     /// Checks that a producer is named whole or not at all: its two keys may come from different places.
     ///
     /// # Errors
-    /// `InvalidConfig`, naming the key that is not set.
+    /// `InvalidConfig`, naming both: the one that is set first, so that the variable it may come from is named too.
     pub(crate) fn check_sender(&self) -> Result<()> {
         match self.sender_host.as_deref() {
             Some(host) if !is_auto(host) && self.sender_zmq_port.is_none() && self.role.receives() => {
-                let accepted = format!("1 to 65535, as sender_host is {host:?}");
-                Err(Error::invalid_config("sender_zmq_port", "not set", &accepted))
+                let accepted = "a host together with sender_zmq_port, 1 to 65535, which is not set";
+                Err(Error::invalid_config("sender_host", format_args!("{host:?}"), accepted))
             }
             _ => Ok(()),
         }
@@ -544,6 +544,18 @@ mod tests {
             );
         }
         assert_eq!(engine(json!({"advertise_host": "10.8.0.1"})).advertise, "10.8.0.1");
+    }
+
+    #[test]
+    fn a_producer_that_a_variable_names_by_half_is_refused_with_the_variable() {
+        let variable = "POSTHORSE_CONNECTOR_SENDER_HOST".to_owned();
+        let environment = Environment::from_iter([(variable.clone(), "10.0.0.1")]);
+        let receiver = ConnectorConfig { role: Role::Receiver, ..ConnectorConfig::default() };
+        let config = receiver.overridden_by(&environment).unwrap();
+        let error = environment.named(PART, config.check_sender().unwrap_err());
+        for part in [&*variable, "sender_host is \"10.0.0.1\"", "sender_zmq_port, 1 to 65535"] {
+            assert!(error.message().contains(part), "{part} is missing in {error}");
+        }
     }
 
     #[test]

@@ -8,6 +8,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::frame::{DEFAULT_PAYLOAD, MAX_PAYLOAD};
 
+/// What an engine publishes that has registered little has to go into a frame, with the longest fingerprint.
+const MIN_FRAME_BYTES: usize = 4096;
+
 /// How the handshake listens and calls. Every field has a default; an unknown one is refused.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -86,11 +89,11 @@ impl HandshakeConfig {
         if self.port_min == 0 && self.port_max != 0 {
             return Err(Error::invalid_config("port_min", 0, "1 to port_max, or zero for both"));
         }
-        if !(64..=MAX_PAYLOAD).contains(&self.frame_bytes) {
+        if !(MIN_FRAME_BYTES..=MAX_PAYLOAD).contains(&self.frame_bytes) {
             return Err(Error::invalid_config(
                 "frame_bytes",
                 self.frame_bytes,
-                &format!("64 to {MAX_PAYLOAD}"),
+                &format!("{MIN_FRAME_BYTES} to {MAX_PAYLOAD}"),
             ));
         }
         for (key, value) in [
@@ -154,6 +157,7 @@ mod tests {
         for (config, key) in [
             (HandshakeConfig { port_min: 5, ..base() }, "port_max"),
             (HandshakeConfig { port_max: 5, ..base() }, "port_min"),
+            (HandshakeConfig { frame_bytes: MIN_FRAME_BYTES - 1, ..base() }, "frame_bytes"),
             (HandshakeConfig { frame_bytes: MAX_PAYLOAD + 1, ..base() }, "frame_bytes"),
             (HandshakeConfig { handlers: 0, ..base() }, "handlers"),
             (HandshakeConfig { default_port: Some(0), ..base() }, "default_port"),
