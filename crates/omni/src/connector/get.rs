@@ -12,6 +12,7 @@ use posthorse_core::{
 use posthorse_engine::{LeasedMemory, Precedence, Segment, SubmitOptions};
 
 use super::claim::{Claim, Granted};
+use super::farewell::closing;
 use super::lease::{self, Lease};
 use super::put::Ticket;
 use super::reach::not_reached;
@@ -20,18 +21,8 @@ use super::worker::block_on;
 use super::{Connector, Inner};
 use crate::control::Dialer;
 use crate::key::Edge;
-use crate::message::{
-    Answer, Cancel, Close, Offered, Outcome, Pull, PullExtra, PullReply, Query, QueryExtra, QueryReply,
-    Request, Want,
-};
+use crate::message::{Offered, Outcome, Pull, PullExtra, PullReply, Request, Want};
 use crate::offer::PullId;
-
-/// By how much the producer stops to wait before the consumer does, so that its reason still arrives.
-const REPLY_MARGIN: Duration = Duration::from_millis(20);
-
-/// How soon, and how late at the most, a get asks again that cannot wait at its producer.
-const ASK_AGAIN_FIRST: Duration = Duration::from_millis(20);
-const ASK_AGAIN_LAST: Duration = Duration::from_secs(1);
 
 /// Where a payload is to be had.
 #[derive(Debug, Clone, Copy, Default)]
@@ -377,105 +368,8 @@ impl Inner {
     }
 
     /// A connection may take its usual time even where the get has none left to wait for an offer.
-    fn connect_deadline(&self, get: &Get) -> Deadline {
+    pub(super) fn connect_deadline(&self, get: &Get) -> Deadline {
         get.deadline.min(Deadline::after(Duration::from_millis(self.config.liveness_ms)))
-    }
-
-    async fn query(self: &Arc<Self>, get: &Arc<Get>, want: Want) -> Result<(Claim, u64, Offered)> {
-        let claim = Claim::new(self, get, want);
-        let reply = self.ask(get, want).await;
-        let error = match reply.map_err(|error| error.context(format_args!("asking for {:?}", get.key)))? {
-            QueryReply::Offer { data_size, offered: Some(offered), .. } => {
-                return Ok((claim, data_size, *offered));
-            }
-            QueryReply::Offer { offered: None, .. } => {
-                Error::new(ErrorKind::Unsupported, "the producer is a foreign connector")
-                    .with_peer(get.address.as_str())
-            }
-            QueryReply::NotFound => Error::new(ErrorKind::NotFound, format!("{:?} is not offered", get.key))
-                .with_peer(get.address.as_str()),
-            QueryReply::Refused(refusal) => refusal.to_error(&get.address),
-        };
-        // It keeps no place.
-        claim.end();
-        Err(error)
-    }
-
-    /// Asks for an offer, and waits for it at the producer. Where as many gets wait as may, it is asked now and then
-    /// instead: who waits for what is not there keeps nobody from what is.
-    async fn ask(&self, get: &Get, want: Want) -> Result<QueryReply> {
-        if !get.wait_for_offer {
-            // The producer still has time to answer.
-            return self.ask_now(&self.teller, get, want, self.connect_deadline(get)).await;
-        }
-        let mut pause = Duration::ZERO;
-        let mut lack: Option<Error> = None;
-        loop {
-            let wait_ms = match get.deadline.remaining(Instant::now()) {
-                None => u64::MAX,
-                // The producer's refusal has to arrive before we stop to listen.
-                Some(left) => left.saturating_sub(REPLY_MARGIN).as_millis() as u64,
-            };
-            let request = self.query_request(get, want, wait_ms)?;
-            let begun = Deadline::after(pause);
-            let reply = get.asker.request_begun(&get.address, request, get.deadline, begun).await;
-            let lacking = match reply {
-                Err(error) if error.kind() == ErrorKind::LimitReached => error,
-                Err(error) => return Err(error),
-                Ok(reply) => match QueryReply::decode(&get.key, &reply)? {
-                    QueryReply::Refused(refusal) if refusal.code == ErrorKind::QueueFull.code() => {
-                        let pause = async move { tokio::time::sleep(pause).await };
-                        let error = refusal.to_error(&get.address);
-                        let paused = self.plane.within(get.deadline, no_room(&error), pause).await;
-                        paused.map_err(|late| late.with_peer(get.address.as_str()))?;
-                        error
-                    }
-                    // Its time is over, in which it could not wait there.
-                    QueryReply::NotFound
-                        if wait_ms == 0
-                            && let Some(lack) = &lack =>
-                    {
-                        return Err(Deadline::exceeded(&no_room(lack)).with_peer(get.address.as_str()));
-                    }
-                    reply => return Ok(reply),
-                },
-            };
-            tracing::debug!(key = get.key, %lacking, "a get asks now and then, since it cannot wait at the producer");
-            let reply = self.ask_now(&self.prober, get, want, get.deadline).await?;
-            if !is_absent(&reply) {
-                return Ok(reply);
-            }
-            pause = (pause * 2).clamp(ASK_AGAIN_FIRST, ASK_AGAIN_LAST);
-            lack = Some(lacking);
-        }
-    }
-
-    /// Asks for an offer that may be there.
-    async fn ask_now(
-        &self,
-        dialer: &Dialer,
-        get: &Get,
-        want: Want,
-        deadline: Deadline,
-    ) -> Result<QueryReply> {
-        let request = self.query_request(get, want, 0)?;
-        let reply = dialer.request(&get.address, request, deadline).await?;
-        QueryReply::decode(&get.key, &reply)
-    }
-
-    fn query_request(&self, get: &Get, want: Want, wait_ms: u64) -> Result<Vec<u8>> {
-        let request = Request::Query(Query {
-            request_id: get.key.clone(),
-            extra: Some(QueryExtra {
-                hello: self.hello(),
-                consumer: self.engine.name().to_owned(),
-                incarnation: get.pull.incarnation,
-                pull: get.pull.pull,
-                wait_ms,
-                want,
-            }),
-        });
-        request.encode()
     }
 
     /// Reads the producer's memory into a block of our own.
@@ -567,67 +461,6 @@ impl Inner {
         });
         request.encode()
     }
-
-    /// Tells the producer that a get has ended without its payload. It is told once, and in the background.
-    pub(super) fn give_up(&self, get: &Get, want: Want) {
-        match want {
-            Want::Read => self.close(&get.address, &get.pull, Outcome::Failed),
-            Want::Write => {
-                let cancel = Cancel {
-                    consumer: get.pull.consumer.to_string(),
-                    incarnation: get.pull.incarnation,
-                    pull: get.pull.pull,
-                };
-                self.tell(&get.address, &Request::Cancel(cancel));
-            }
-        }
-    }
-
-    /// Tells the producer how a get has ended: its payload is touched no more.
-    pub(super) fn close(&self, address: &str, pull: &PullId, outcome: Outcome) {
-        self.tell(address, &closing(pull, outcome));
-    }
-
-    /// Sends what needs no answer. A producer that does not hear it finds out by the lease. What a forked child drops is
-    /// still its parent's, and no producer is told.
-    pub(super) fn tell(&self, address: &str, request: &Request) {
-        if self.is_forked() {
-            return;
-        }
-        let deadline = Deadline::after(Duration::from_millis(self.config.liveness_ms));
-        match request.encode() {
-            Ok(bytes) => self.teller.tell(address, bytes, deadline, {
-                let farewell = self.farewells.begin();
-                move |reply| {
-                    let _farewell = farewell;
-                    if let Ok(Answer::Refused(refusal)) = reply.and_then(|bytes| Answer::decode(&bytes)) {
-                        tracing::debug!(?refusal, "the producer knew nothing of a get that ended");
-                    }
-                }
-            }),
-            Err(error) => tracing::error!(%error, "a request could not be written"),
-        }
-    }
-}
-
-/// Whether what was asked for is not there now, and may come.
-fn is_absent(reply: &QueryReply) -> bool {
-    let codes = [ErrorKind::NotFound, ErrorKind::Busy].map(ErrorKind::code);
-    match reply {
-        QueryReply::NotFound => true,
-        QueryReply::Refused(refusal) => codes.contains(&refusal.code),
-        QueryReply::Offer { .. } => false,
-    }
-}
-
-/// What a get waits for that cannot wait at its producer.
-fn no_room(lack: &Error) -> String {
-    format!("room to wait at the producer: {}", lack.message())
-}
-
-fn closing(pull: &PullId, outcome: Outcome) -> Request {
-    let PullId { consumer, incarnation, pull } = pull;
-    Request::Close(Close { consumer: consumer.to_string(), incarnation: *incarnation, pull: *pull, outcome })
 }
 
 pub(super) fn closed() -> Error {

@@ -5,6 +5,7 @@
 //! the producer's memory for itself, or reads it in place under a lease; from another host the producer writes
 //! into a slot that the consumer granted for this one get.
 
+mod ask;
 mod claim;
 mod ended;
 mod farewell;
