@@ -66,6 +66,14 @@ fn memory_pool_device_is_a_node_of_this_host() {
 }
 
 #[test]
+fn of_a_pool_that_is_too_large_the_key_is_named() {
+    let config = ConnectorConfig { memory_pool_size: 1 << 50, ..config(Role::Both) };
+    let error = Connector::builder().config(config).build().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::OutOfMemory);
+    assert!(error.message().starts_with("memory_pool_size is 1125899906842624: "), "{error}");
+}
+
+#[test]
 fn a_producer_is_named_whole_where_one_is_needed() {
     let named = |role| ConnectorConfig { sender_host: Some("127.0.0.1".to_owned()), ..config(role) };
     let error = Connector::builder().config(named(Role::Receiver)).build().unwrap_err();

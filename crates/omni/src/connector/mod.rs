@@ -65,7 +65,8 @@ use worker::Workers;
 /// A stage's end of its edges. Clones are handles of the same connector; the last one closes it.
 ///
 /// In a child of `fork` every call answers `Forked`, also those of buffers, of what was got, and of streams; what is
-/// dropped there does nothing. A child builds a connector of its own.
+/// dropped there does nothing. A child that wants a connector of its own has to be started afresh, by spawning it or by
+/// `exec`: after a fork of a process with threads, POSIX lets the child do little else.
 #[derive(Clone)]
 pub struct Connector {
     owner: Arc<Owner>,
@@ -186,7 +187,10 @@ impl ConnectorBuilder {
             }
             None => own_engine(&config)?,
         };
-        let region = pool_memory(&config)?.shared(true).allocate()?;
+        let region = pool_memory(&config)?.shared(true).allocate();
+        let region = region.map_err(|error| {
+            error.context(format_args!("memory_pool_size is {}", config.memory_pool_size))
+        })?;
         let pool = Pool::new(region, &PoolConfig { alignment: 4096, ..PoolConfig::default() })?;
         let memory = register::register(&engine, &pool)?;
         let plane = ControlPlane::start(config.control_limits())?;
