@@ -9,8 +9,8 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Weak};
-use std::thread;
 use std::time::{Duration, Instant};
+use std::{io, thread};
 
 use parking_lot::Mutex;
 use posthorse_core::{AtWork, Deadline, Error, ErrorKind, Incarnation, Result};
@@ -55,8 +55,10 @@ pub(super) struct Reaching {
 #[derive(Debug, Default)]
 struct Table {
     closed: bool,
-    waiting: HashMap<Life, Vec<Waiting>>,
+    waiting: HashMap<Life, Pulls>,
     pulls: usize,
+    /// Consumers that have come to wait, ever.
+    came: u64,
     /// Whose turn comes, in two lines: those that could not be reached before stand in the second.
     newcomers: VecDeque<Life>,
     again: VecDeque<Life>,
@@ -72,11 +74,20 @@ struct Table {
     failed: HashMap<Life, (Instant, Error)>,
 }
 
+/// The pulls of a consumer, and which of all that came it was.
+#[derive(Debug, Default)]
+struct Pulls {
+    came: u64,
+    pulls: Vec<Waiting>,
+}
+
 /// A consumer's turn.
 #[derive(Debug)]
 struct Turn {
     life: Life,
     again: bool,
+    /// How many had come when it began.
+    came: u64,
 }
 
 impl Table {
@@ -103,13 +114,13 @@ impl Table {
         }
         let line = if failed.is_some() { &mut self.again } else { &mut self.newcomers };
         self.pulls += 1;
-        self.waiting
-            .entry(life)
-            .or_insert_with_key(|life| {
-                line.push_back(life.clone());
-                Vec::new()
-            })
-            .push(waiting);
+        let came = &mut self.came;
+        let pulls = self.waiting.entry(life).or_insert_with_key(|life| {
+            line.push_back(life.clone());
+            *came += 1;
+            Pulls { came: *came, pulls: Vec::new() }
+        });
+        pulls.pulls.push(waiting);
         Ok(())
     }
 
@@ -137,7 +148,7 @@ impl Table {
         self.under_way += 1;
         self.again_under_way += usize::from(again);
         self.names.insert(Arc::clone(&life.0));
-        Some(Turn { life, again })
+        Some(Turn { life, again, came: self.came })
     }
 
     /// A turn is over. Returns what waited for it.
@@ -155,14 +166,14 @@ impl Table {
                 self.failed.insert(turn.life.clone(), (now, error.clone()));
             }
         }
-        let mut waiting = self.waiting.remove(&turn.life).unwrap_or_default();
-        // Nothing answers under the name: no other life of it either.
+        let mut waiting = self.waiting.remove(&turn.life).unwrap_or_default().pulls;
+        // Nothing answers under the name: no other life of it that was there then. One that came later may be reached.
         if failed.is_some_and(|error| error.kind() == ErrorKind::PeerUnreachable) {
+            let over = |life: &Life, pulls: &mut Pulls| life.0 == turn.life.0 && pulls.came <= turn.came;
+            waiting.extend(self.waiting.extract_if(over).flat_map(|(_, pulls)| pulls.pulls));
             for line in [&mut self.newcomers, &mut self.again] {
-                line.retain(|life| life.0 != turn.life.0);
+                line.retain(|life| self.waiting.contains_key(life));
             }
-            let lives = self.waiting.extract_if(|life, _| life.0 == turn.life.0);
-            waiting.extend(lives.flat_map(|(_, waiting)| waiting));
         }
         self.pulls -= waiting.len();
         waiting
@@ -192,20 +203,26 @@ impl Inner {
         if let Err(error) = added {
             self.serve_pull(pull, deadline, Err(error));
         }
-        let Some(turn) = turn else { return };
-        let begun = thread::Builder::new().name("omni-reach".to_owned()).spawn({
-            let (inner, turn) = (Arc::downgrade(self), Turn { life: turn.life.clone(), ..turn });
-            move || {
-                let _at_work = AtWork::begin();
-                let mut next = Some(turn);
-                while let Some(turn) = next {
-                    next = take(&inner, &turn);
-                }
+        let mut next = turn;
+        while let Some(turn) = next {
+            let Err(error) = self.start(&turn) else { return };
+            self.reached(&turn, &Err(Error::os("start a thread omni-reach", &error)), false);
+            // Others of its name may have waited for it.
+            next = self.reaching.table.lock().begin();
+        }
+    }
+
+    /// Starts a thread that takes this turn, and those after it.
+    fn start(self: &Arc<Self>, turn: &Turn) -> io::Result<()> {
+        let (inner, turn) = (Arc::downgrade(self), Turn { life: turn.life.clone(), ..*turn });
+        let thread = thread::Builder::new().name("omni-reach".to_owned()).spawn(move || {
+            let _at_work = AtWork::begin();
+            let mut next = Some(turn);
+            while let Some(turn) = next {
+                next = take(&inner, &turn);
             }
         });
-        if let Err(error) = begun {
-            self.reached(&turn, &Err(Error::os("start a thread omni-reach", &error)), false);
-        }
+        thread.map(drop)
     }
 
     /// Has what waited for a consumer go on.
@@ -357,6 +374,24 @@ mod tests {
         assert!(table.begin().is_none());
         assert_eq!(table.end(&elsewhere, None, now).len(), 1);
         assert_eq!((table.pulls, table.under_way, table.names.len(), table.waiting.len()), (0, 0, 0, 0));
+    }
+
+    #[test]
+    fn a_life_that_came_during_the_attempt_at_another_is_reached_for_itself() {
+        let (mut table, now) = (Table::default(), Instant::now());
+        let life = |life: u64| {
+            let pull = PullId { consumer: "c".into(), incarnation: Incarnation(life), pull: life };
+            Waiting { pull, deadline: Deadline::NEVER }
+        };
+        table.add(life(1), now).unwrap();
+        table.add(life(2), now).unwrap();
+        let turn = table.begin().unwrap();
+        table.add(life(3), now).unwrap();
+        assert_eq!(table.end(&turn, Some(&unreachable()), now).len(), 2);
+        let turn = table.begin().unwrap();
+        assert_eq!(turn.life.1, Incarnation(3));
+        assert_eq!(table.end(&turn, None, now).len(), 1);
+        assert!(table.begin().is_none());
     }
 
     #[test]

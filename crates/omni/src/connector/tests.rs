@@ -507,10 +507,10 @@ fn gets_that_wait_leave_half_of_the_control_connections_to_others() {
     }
     let most = PLACES as usize / 4;
     eventually("the waits", || inner.health().offers.parked == most);
-    let late = GetOptions::until(Deadline::after(Duration::from_millis(100)));
+    let late = GetOptions::until(Deadline::after(Duration::from_millis(500)));
     let error = pair.receiver.get(&edge, "late", late).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::DeadlineExceeded, "{error}");
-    assert!(error.message().contains("max_parked_per_consumer"), "{error}");
+    assert!(error.message().contains("room to wait at the producer: "), "{error}");
     // Another consumer gets through, and this one's leases, its pull and its end.
     let other = ControlPlane::start(ControlLimits::default()).unwrap();
     let ping = other.dialer().request_blocking(&pair.address, Request::Ping.encode().unwrap(), soon());

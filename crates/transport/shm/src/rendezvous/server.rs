@@ -129,7 +129,8 @@ impl Server {
                 self.max_peers
             );
             let full = Error::new(ErrorKind::LimitReached, full);
-            if !self.push_out(&full, buffer) {
+            // Where those that were let go are as many, room is made by none but them.
+            if self.owner.let_go().len() >= self.max_peers || !self.push_out(&full, buffer) {
                 return Err(refuse(full));
             }
         }
