@@ -1,2 +1,7 @@
 #![doc = include_str!("../README.md")]
-#![forbid(unsafe_code)]
+
+#[cfg_attr(not(test), expect(dead_code, reason = "what chooses comes with the endpoints"))]
+mod gid;
+pub mod verbs;
+
+pub use gid::{Gid, GidKind};
