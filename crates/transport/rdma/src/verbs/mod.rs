@@ -70,7 +70,8 @@ pub trait Device: fmt::Debug + Send + Sync {
     /// `LimitReached` when the device has no more to give.
     fn queue_pairs(&self, count: usize, size: QueueSize, key: u64) -> Result<Arc<dyn QueuePairs>>;
 
-    /// Sleeps until something happens at the device. One thread a device does this.
+    /// Sleeps until something happens at the device. One thread a device does this. What was announced before queue pairs were
+    /// dropped may still come: with a key that is not in use any more.
     ///
     /// # Errors
     /// `Io` when the device is beyond use.
