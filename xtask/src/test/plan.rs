@@ -128,6 +128,7 @@ pub(super) fn steps(metadata: &Metadata, all: bool) -> Vec<Step> {
         tests(nextest),
         step("doctests", "cargo test --quiet --workspace --doc --no-fail-fast").counting(Count::Libtest),
     ];
+    steps.extend(rdma(metadata));
     if all {
         steps.extend(loom(metadata));
         steps.extend(miri(metadata));
@@ -148,6 +149,28 @@ fn tests(nextest: bool) -> Step {
         step("tests", "cargo test --quiet --workspace --lib --bins --tests --no-fail-fast")
             .counting(Count::Libtest)
     }
+}
+
+/// What the feature `rdma` adds to the transport of that name, as far as it needs no device: in a build folder of its own, since with
+/// it on the whole workspace would be built twice.
+fn rdma(metadata: &Metadata) -> [Step; 2] {
+    let folder = metadata.target_directory.join("rdma");
+    let of = |name, words: &str| {
+        commands(name, vec![Invocation::of(words).with("CARGO_TARGET_DIR", folder.as_str())])
+            .needing(Need::new(
+                "pkg-config --exists libibverbs librdmacm",
+                "the headers of libibverbs and librdmacm are not installed (libibverbs-dev, librdmacm-dev)",
+            ))
+            // What the bindings are made with looks for the library alone.
+            .needing(Need::new("grep -q libclang /etc/ld.so.cache", "there is no libclang (libclang-dev)"))
+    };
+    let clippy = "cargo clippy --quiet --package posthorse-rdma --features rdma --all-targets -- -D warnings";
+    let tests = "cargo test --quiet --package posthorse-rdma --features rdma --no-fail-fast \
+                 --lib --test library --test layout";
+    [
+        of("rdma-clippy", clippy).needing(Need::new("cargo clippy --version", "clippy is not installed")),
+        of("rdma-tests", tests).counting(Count::Libtest),
+    ]
 }
 
 /// The models of what synchronises, in each crate that uses loom, in a build folder of their own.
