@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 use std::io;
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -75,12 +75,9 @@ impl Events {
 }
 
 /// Sleeps until one of the descriptors has something, time runs out or a signal comes; says which have.
-fn sleep<const N: usize>(
-    files: [std::os::fd::BorrowedFd<'_>; N],
-    left: Option<Duration>,
-) -> io::Result<[bool; N]> {
+fn sleep<const N: usize>(files: [BorrowedFd<'_>; N], left: Option<Duration>) -> io::Result<[bool; N]> {
     let mut polled = files.map(|file| PollFd::from_borrowed_fd(file, PollFlags::IN));
-    // Rounded up by nobody: the kernel takes nanoseconds. What it cannot count is no limit.
+    // What the kernel cannot count is no limit.
     let left = left.and_then(|left| Timespec::try_from(left).ok());
     match poll(&mut polled, left.as_ref()) {
         Ok(_) | Err(Errno::INTR) => Ok(polled.map(|file| !file.revents().is_empty())),

@@ -4,6 +4,7 @@
 //! installed. So only its types are used here, and its inline verbs, which go through the table of an open device.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::fmt;
 use std::sync::OnceLock;
 
 use posthorse_core::{Error, ErrorKind, Result};
@@ -24,7 +25,6 @@ macro_rules! functions {
         later { $($late:ident: $late_symbol:literal fn($($late_type:ty),*) $(-> $late_result:ty)?;)* }
     ) => {
         /// The functions.
-        #[derive(Debug)]
         pub(super) struct Library {
             $(pub(super) $name: unsafe extern "C" fn($($type),*) $(-> $result)?,)*
             $(pub(super) $late: Option<unsafe extern "C" fn($($late_type),*) $(-> $late_result)?>,)*
@@ -85,6 +85,12 @@ functions! {
         reg_mr_iova2: "ibv_reg_mr_iova2" fn(*mut ibv_pd, *mut c_void, usize, u64, c_uint) -> *mut ibv_mr;
         // Since rdma-core 34.
         reg_dmabuf_mr: "ibv_reg_dmabuf_mr" fn(*mut ibv_pd, u64, usize, u64, c_int, c_int) -> *mut ibv_mr;
+    }
+}
+
+impl fmt::Debug for Library {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(NAME)
     }
 }
 

@@ -123,9 +123,21 @@ impl QueuePairs for SystemQueuePairs {
 
     unsafe fn post(&self, queue: usize, requests: &[WorkRequest]) -> Result<(), PostError> {
         let queue = self.queue(queue).map_err(|error| PostError { posted: 0, error })?;
+        // Some drivers refuse what is too long as if the queue were full.
+        let too_long = requests.iter().position(|request| request.inline && request.len > self.max_inline);
+        let fit = &requests[..too_long.unwrap_or(requests.len())];
         // SAFETY: the queue pair is there until this is dropped; for the memory the caller has promised.
-        unsafe { requests::post(queue.as_ptr(), requests) }
-            .map_err(|(posted, error)| PostError { posted, error: self.full(&error) })
+        unsafe { requests::post(queue.as_ptr(), fit) }
+            .map_err(|(posted, error)| PostError { posted, error: self.full(&error) })?;
+        match too_long {
+            None => Ok(()),
+            Some(posted) => {
+                let accepted = format!("up to {}", self.max_inline);
+                let error =
+                    Error::invalid_argument("the length of inline bytes", requests[posted].len, &accepted);
+                Err(PostError { posted, error })
+            }
+        }
     }
 
     fn post_receives(&self, queue: usize, ids: &[u64]) -> Result<(), PostError> {

@@ -99,7 +99,8 @@ pub trait QueuePairs: fmt::Debug + Send + Sync {
     /// How many bytes a WRITE may carry in its work request.
     fn max_inline(&self) -> u32;
 
-    /// Connects one of them to a peer's: through RESET, INIT and RTR to RTS. It may be in any state before.
+    /// Connects one of them to a peer's: through RESET, INIT and RTR to RTS. It may be in any state before. What was posted before
+    /// and has not completed may then never do so: [`QueuePairs::fail`] and the completions that it causes come first.
     ///
     /// # Errors
     /// `PathFailed` when the peer's address does not resolve; `Io` for other refusals of the device.
@@ -114,7 +115,8 @@ pub trait QueuePairs: fmt::Debug + Send + Sync {
     /// Posts work requests, in order, as one chain.
     ///
     /// # Errors
-    /// With the number of those that were posted. There is room for [`QueueSize::sends`] that have not completed.
+    /// With the number of those that were posted. There is room for [`QueueSize::sends`] that have not completed, unsignalled ones
+    /// included; a device may take more, and then there may be no room for their completions.
     ///
     /// # Safety
     /// The memory that each names by [`WorkRequest::local_key`] stays allocated until it has completed, and is not used

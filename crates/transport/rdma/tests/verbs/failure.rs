@@ -203,6 +203,37 @@ fn memory_that_cannot_be_registered_is_refused_with_the_reason() {
 }
 
 #[test]
+fn memory_beyond_the_limit_of_locked_memory_is_refused_with_the_limit() {
+    if !in_vm() {
+        return;
+    }
+    const LIMITED: &str = "POSTHORSE_TEST_LIMITED";
+    if std::env::var_os(LIMITED).is_some() {
+        let (a, _) = ends(0, 64);
+        let bytes = vec![0_u8; 1 << 20];
+        let memory = Memory::Host { address: bytes.as_ptr().expose_provenance() as u64, len: 1 << 20 };
+        // SAFETY: the memory is never registered.
+        let error = unsafe { a.device.register(memory, ALL) }.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::LimitReached, "{error}");
+        for part in ["RLIMIT_MEMLOCK is 65536 bytes", "ulimit -l unlimited", "CAP_IPC_LOCK"] {
+            assert!(error.advice().unwrap().contains(part), "{part} is missing in {error}");
+        }
+        return;
+    }
+    // Root locks what it likes, unless it may not have the capability for that.
+    let name = "failure::memory_beyond_the_limit_of_locked_memory_is_refused_with_the_limit";
+    let output = Command::new("prlimit")
+        .args(["--memlock=65536", "setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock"])
+        .arg(std::env::current_exe().unwrap())
+        .args(["--exact", name])
+        .env(LIMITED, "1")
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && text.contains("1 passed"), "{output:?}");
+}
+
+#[test]
 fn queues_that_the_device_has_no_room_for_are_refused_with_the_limit() {
     if !in_vm() {
         return;
@@ -229,12 +260,12 @@ fn a_link_that_is_cut_is_told_and_after_it_is_mended_there_are_transfers_again()
     // What happened to the port before.
     while a.device.wait(Some(Duration::ZERO)).unwrap() != Wakeup::TimedOut {}
 
-    set_link("a1", "down");
+    ip(&["link", "set", "a1", "down"]);
     assert_eq!(a.device.wait(Some(PATIENCE)).unwrap(), Wakeup::PortChanged(1));
     assert_eq!(a.device.port(1).unwrap().state, PortState::Down);
     assert_ne!(a.run(good), Status::Success);
 
-    set_link("a1", "up");
+    ip(&["link", "set", "a1", "up"]);
     let end = Instant::now() + PATIENCE;
     while a.device.port(1).unwrap().state == PortState::Down {
         assert_ne!(a.device.wait(Some(end - Instant::now())).unwrap(), Wakeup::TimedOut);
@@ -247,9 +278,22 @@ fn a_link_that_is_cut_is_told_and_after_it_is_mended_there_are_transfers_again()
     }
     b.queues.connect(0, &b.link(), &a.remote(0)).unwrap();
     assert_eq!(a.run(good), Status::Success);
+
+    // An address that comes is a change of the port too.
+    while a.device.wait(Some(Duration::ZERO)).unwrap() != Wakeup::TimedOut {}
+    let added = Ipv4Addr::new(10, 77, 1, 200);
+    let is_added = |device: &dyn Device| {
+        let gids = device.gids(1).unwrap();
+        gids.iter().any(|entry| entry.gid.0 == added.to_ipv6_mapped().octets())
+    };
+    assert!(!is_added(&*a.device));
+    ip(&["address", "add", "10.77.1.200/32", "dev", "a1"]);
+    while !is_added(&*a.device) {
+        assert_eq!(a.device.wait(Some(end - Instant::now())).unwrap(), Wakeup::PortChanged(1));
+    }
 }
 
-fn set_link(name: &str, state: &str) {
-    let output = Command::new("ip").args(["link", "set", name, state]).output().unwrap();
+fn ip(words: &[&str]) {
+    let output = Command::new("ip").args(words).output().unwrap();
     assert!(output.status.success(), "{output:?}");
 }

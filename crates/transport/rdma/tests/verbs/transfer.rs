@@ -117,6 +117,13 @@ fn inline_bytes_are_taken_at_once_and_need_no_key() {
     assert_eq!(a.completion().status, Status::Success);
     assert_eq!(b.memory.copy(), [7; 64]);
     assert_eq!(bytes, [9; 64]);
+    // What is longer is refused, and what comes before it is posted.
+    let long = WorkRequest { len: a.queues.max_inline() + 1, ..request };
+    // SAFETY: as above; the second is not posted.
+    let error = unsafe { a.queues.post(0, &[request, long, request]) }.unwrap_err();
+    assert_eq!((error.posted, error.error.kind()), (1, ErrorKind::InvalidArgument), "{error:?}");
+    assert_eq!(a.completion().status, Status::Success);
+    assert_eq!(b.memory.copy(), bytes);
 }
 
 #[test]
