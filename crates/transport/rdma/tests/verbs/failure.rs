@@ -291,6 +291,10 @@ fn a_link_that_is_cut_is_told_and_after_it_is_mended_there_are_transfers_again()
     while !is_added(&*a.device) {
         assert_eq!(a.device.wait(Some(end - Instant::now())).unwrap(), Wakeup::PortChanged(1));
     }
+    ip(&["address", "del", "10.77.1.200/32", "dev", "a1"]);
+    while is_added(&*a.device) {
+        assert_eq!(a.device.wait(Some(end - Instant::now())).unwrap(), Wakeup::PortChanged(1));
+    }
 }
 
 fn ip(words: &[&str]) {

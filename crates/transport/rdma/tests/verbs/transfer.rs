@@ -5,7 +5,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use posthorse_core::ErrorKind;
-use posthorse_rdma::verbs::{Operation, PortState, Status, Verbs as _, Wakeup, WorkCompletion, WorkRequest};
+use posthorse_rdma::verbs::{
+    Operation, PortState, Remote, Status, Verbs as _, Wakeup, WorkCompletion, WorkRequest,
+};
 use posthorse_rdma::{GidKind, SystemVerbs};
 
 use crate::pair::{PATIENCE, SIZE, ends, in_vm, pair};
@@ -192,6 +194,43 @@ fn a_sleep_ends_by_time_and_by_a_wake() {
     let sleeper = std::thread::spawn(move || device.wait(None));
     a.device.wake();
     assert_eq!(sleeper.join().unwrap().unwrap(), Wakeup::Woken);
+}
+
+#[test]
+fn queue_pairs_may_be_dropped_while_another_thread_takes_their_events() {
+    if !in_vm() {
+        return;
+    }
+    let (a, b) = ends(0, 64);
+    let waiting = Arc::clone(&a.device);
+    let waiter = std::thread::spawn(move || {
+        let mut announced = HashSet::new();
+        loop {
+            match waiting.wait(Some(PATIENCE)).unwrap() {
+                Wakeup::Completions(key) => drop(announced.insert(key)),
+                Wakeup::Woken => return announced,
+                other => assert!(matches!(other, Wakeup::PortChanged(_)), "{other:?}"),
+            }
+        }
+    });
+    for key in 0..100 {
+        let queues = a.device.queue_pairs(1, SIZE, key).unwrap();
+        queues.connect(0, &a.link(), &b.remote(0)).unwrap();
+        b.queues.connect(0, &b.link(), &Remote { number: queues.numbers()[0], ..a.remote(0) }).unwrap();
+        queues.arm().unwrap();
+        // SAFETY: nobody looks at the memory.
+        unsafe { queues.post(0, &[a.request(Operation::Write, &b.memory)]) }.unwrap();
+        // Now and then the event is on its way when they are dropped.
+        if key % 2 == 0 {
+            let end = Instant::now() + PATIENCE;
+            while queues.poll(&mut [WorkCompletion::EMPTY]).unwrap() == 0 {
+                assert!(Instant::now() < end);
+            }
+        }
+    }
+    a.device.wake();
+    let announced = waiter.join().unwrap();
+    assert!(!announced.is_empty() && announced.iter().all(|key| *key < 100), "{announced:?}");
 }
 
 #[test]
