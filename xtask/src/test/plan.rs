@@ -151,8 +151,8 @@ fn tests(nextest: bool) -> Step {
     }
 }
 
-/// What the feature `rdma` adds to the transport of that name, as far as it needs no device: in a build folder of its own, since with
-/// it on the whole workspace would be built twice.
+/// What the feature `rdma` adds to the transport of that name, as far as it needs no device: in a build folder of its
+/// own, since with it on the whole workspace would be built twice.
 fn rdma(metadata: &Metadata) -> [Step; 2] {
     let folder = metadata.target_directory.join("rdma");
     let of = |name, words: &str| {

@@ -1,4 +1,5 @@
-//! The structures of rdma-sys, of which those with unions were written by hand, lie in memory as the C compiler has them.
+//! The structures of rdma-sys, of which those with unions were written by hand, lie in memory as the C compiler has
+//! them.
 #![cfg(feature = "rdma")]
 #![allow(clippy::unwrap_used)]
 

@@ -1,4 +1,5 @@
-//! What is dropped leaves nothing in the kernel. In a program of its own: it counts what the whole process and the whole VM have.
+//! What is dropped leaves nothing in the kernel. In a program of its own: it counts what the whole process and the
+//! whole VM have.
 #![cfg(feature = "rdma")]
 #![allow(clippy::unwrap_used, clippy::panic)]
 #![expect(dead_code, reason = "the tests of verbs need more of it")]

@@ -1,5 +1,5 @@
-//! The library of the system: that a program starts and says what is missing without it, and that nothing is assumed of
-//! devices with it.
+//! The library of the system: that a program starts and says what is missing without it, and that nothing is assumed
+//! of devices with it.
 #![cfg(feature = "rdma")]
 #![allow(clippy::unwrap_used)]
 
@@ -24,8 +24,8 @@ fn a_program_starts_without_the_library_and_says_how_to_get_it() {
         assert_eq!(SystemVerbs::new().unwrap_err().to_string(), error.to_string());
         return;
     }
-    // The loader takes the first file of the name that it finds, and this one is no library: were it needed for the start, there
-    // would be none.
+    // The loader takes the first file of the name that it finds, and this one is no library: were it needed for the
+    // start, there would be none.
     let folder = tempfile::tempdir().unwrap();
     File::create_new(folder.path().join("libibverbs.so.1")).unwrap();
     let name = "a_program_starts_without_the_library_and_says_how_to_get_it";

@@ -16,8 +16,8 @@ use rustix::io::{Errno, ioctl_fionbio, read, write};
 use super::handles::{Channel, Context, outcome};
 use crate::verbs::Wakeup;
 
-/// What a completion queue and its device say of each other. The queue has its address as its context (`cq_context`), so it
-/// is there until the queue is destroyed, which waits for every event of the queue to be acknowledged.
+/// What a completion queue and its device say of each other. The queue has its address as its context (`cq_context`),
+/// so it is there until the queue is destroyed, which waits for every event of the queue to be acknowledged.
 #[derive(Debug)]
 pub(super) struct Announced {
     /// Under what its completions are announced.
@@ -97,7 +97,8 @@ fn completion_event(channel: &Channel) -> Result<Option<u64>> {
     // SAFETY: the channel is there, and both places outlive the call.
     match outcome(unsafe { (library.get_cq_event)(channel.as_ptr(), &raw mut queue, &raw mut announced) }) {
         Ok(()) => {
-            // SAFETY: the queue's context, which is there until the queue is destroyed; that waits for the acknowledgement.
+            // SAFETY: the queue's context, which is there until the queue is destroyed; that waits for the
+            // acknowledgement.
             let key = unsafe { (*announced.cast::<Announced>()).key };
             // SAFETY: the queue of the one event that was taken.
             unsafe { (library.ack_cq_events)(queue, 1) };

@@ -1,7 +1,8 @@
 //! The set-up functions of libibverbs, found when they are first needed.
 //!
-//! rdma-sys declares the same functions, but a program that calls one of those does not start where the library is not
-//! installed. So only its types are used here, and its inline verbs, which go through the table of an open device.
+//! rdma-sys declares the same functions, but a program that calls one of those does not start where the library is
+//! not installed. So only its types are used here, and its inline verbs, which go through the table of an open
+//! device.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::fmt;
@@ -15,8 +16,8 @@ use rdma_sys::{
 
 const NAME: &str = "libibverbs.so.1";
 
-const ADVICE: &str = "install the RDMA user-space libraries: `apt-get install libibverbs1 ibverbs-providers` on Debian \
-                      and Ubuntu, `dnf install libibverbs` on Fedora and RHEL";
+const ADVICE: &str = "install the RDMA user-space libraries: `apt-get install libibverbs1 ibverbs-providers` on \
+                      Debian and Ubuntu, `dnf install libibverbs` on Fedora and RHEL";
 
 /// Declares the table, and how it is filled: names that every release of the library has, then those that came later.
 macro_rules! functions {
@@ -81,7 +82,8 @@ functions! {
     later {
         // Since rdma-core 35: an `ibv_fork_status`.
         is_fork_initialized: "ibv_is_fork_initialized" fn() -> c_int;
-        // Since rdma-core 28: leaves out of the access flags what kernel or device do not know, where that is harmless.
+        // Since rdma-core 28: leaves out of the access flags what kernel or device do not know, where that is
+        // harmless.
         reg_mr_iova2: "ibv_reg_mr_iova2" fn(*mut ibv_pd, *mut c_void, usize, u64, c_uint) -> *mut ibv_mr;
         // Since rdma-core 34.
         reg_dmabuf_mr: "ibv_reg_dmabuf_mr" fn(*mut ibv_pd, u64, usize, u64, c_int, c_int) -> *mut ibv_mr;
@@ -98,11 +100,11 @@ impl fmt::Debug for Library {
 const FORK_UNNEEDED: c_int = 2;
 
 impl Library {
-    /// Sees to it that memory which a device knows stays this process's own when it forks. Otherwise whoever writes a page first
-    /// gets a copy, and if that is the parent, the device goes on with a page that nobody looks at.
+    /// Sees to it that memory which a device knows stays this process's own when it forks. Otherwise whoever writes a
+    /// page first gets a copy, and if that is the parent, the device goes on with a page that nobody looks at.
     ///
-    /// Kernels since 5.12 copy such pages for the child at once. For older ones the library keeps the pages from the child,
-    /// with whatever else lies in them: so that is not asked for where it is not needed.
+    /// Kernels since 5.12 copy such pages for the child at once. For older ones the library keeps the pages from the
+    /// child, with whatever else lies in them: so that is not asked for where it is not needed.
     fn guard_against_forks(&self) {
         // SAFETY: takes no arguments, and may be called at any time.
         let unneeded = self.is_fork_initialized.is_some_and(|ask| unsafe { ask() } == FORK_UNNEEDED);

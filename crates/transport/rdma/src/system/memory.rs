@@ -72,8 +72,8 @@ impl Drop for SystemRegion {
     fn drop(&mut self) {
         let context = &self.domain.context;
         if !context.is_forked() {
-            // SAFETY: registered by `new`, and nobody has the handle any more. A refusal is of a device that is gone, and
-            // then it touches nothing.
+            // SAFETY: registered by `new`, and nobody has the handle any more. A refusal is of a device that is gone,
+            // and then it touches nothing.
             unsafe { (context.library.dereg_mr)(self.region.as_ptr()) };
         }
     }
@@ -156,12 +156,22 @@ fn refusal(domain: &Domain, limits: &Limits, memory: &Memory<'_>, error: &io::Er
 
 /// What to do where memory may not be pinned.
 pub(super) fn memlock_advice(limits: &Limits) -> String {
-    let limit = memlock_limit().map_or_else(|| "unlimited".to_owned(), |bytes| format!("{bytes} bytes"));
-    format!(
-        "RLIMIT_MEMLOCK is {limit}: raise it by `ulimit -l unlimited` before the start, `LimitMEMLOCK=infinity` in a systemd \
-         unit or `--ulimit memlock=-1` for a container, or give the process CAP_IPC_LOCK; the device has {} regions at most",
-        limits.regions
-    )
+    advice_within(memlock_limit(), limits.regions)
+}
+
+/// The same under a limit of locked memory, of a device with so many regions.
+fn advice_within(limit: Option<u64>, regions: u32) -> String {
+    match limit {
+        Some(bytes) => format!(
+            "RLIMIT_MEMLOCK is {bytes} bytes: raise it by `ulimit -l unlimited` before the start, \
+             `LimitMEMLOCK=infinity` in a systemd unit or `--ulimit memlock=-1` for a container, or give the \
+             process CAP_IPC_LOCK; the device has {regions} regions at most"
+        ),
+        None => format!(
+            "RLIMIT_MEMLOCK is unlimited: it is the device, which has {regions} regions at most, or the system, \
+             which has no memory to pin"
+        ),
+    }
 }
 
 fn unreachable_advice(memory: &Memory<'_>) -> String {
@@ -189,17 +199,11 @@ mod tests {
 
     #[test]
     fn what_to_do_about_pinned_memory_names_the_limit_and_the_remedies() {
-        let limits = Limits {
-            region_bytes: 1,
-            regions: 77,
-            queue_pairs: 1,
-            work_requests: 1,
-            completions: 1,
-            reads: 1,
-        };
-        let advice = memlock_advice(&limits);
-        for part in ["RLIMIT_MEMLOCK", "ulimit -l unlimited", "CAP_IPC_LOCK", "77 regions"] {
+        let advice = advice_within(Some(65536), 77);
+        for part in ["65536 bytes", "ulimit -l unlimited", "CAP_IPC_LOCK", "77 regions"] {
             assert!(advice.contains(part), "{part} is missing in {advice}");
         }
+        let advice = advice_within(None, 77);
+        assert!(advice.contains("77 regions") && !advice.contains("ulimit"), "{advice}");
     }
 }

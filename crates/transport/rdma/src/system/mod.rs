@@ -18,7 +18,8 @@ use device::SystemDevice;
 use handles::{Context, DeviceList};
 use library::{Library, library};
 
-/// The RDMA devices of this host, by way of `libibverbs.so.1`, which is loaded by [`SystemVerbs::new`] and not before.
+/// The RDMA devices of this host, by way of `libibverbs.so.1`, which is loaded by [`SystemVerbs::new`] and not
+/// before.
 ///
 /// In a forked child nothing of it works, and dropping it leaves everything as it is: it belongs to the parent.
 #[derive(Debug, Clone, Copy)]

@@ -67,7 +67,8 @@ pub(super) fn mtu_number(bytes: u32) -> Option<ibv_mtu::Type> {
     (ibv_mtu::IBV_MTU_256..=ibv_mtu::IBV_MTU_4096).find(|number| mtu_bytes(*number) == bytes)
 }
 
-/// Bytes per second, from how many lanes there are and how fast each is (IBTA specification, PortInfo); zero when unknown.
+/// Bytes per second, from how many lanes there are and how fast each is (IBTA specification, PortInfo); zero when
+/// unknown.
 fn bandwidth(width: u8, speed: u8, ethernet: bool) -> u64 {
     let lanes = match width {
         1 => 1,
@@ -77,8 +78,8 @@ fn bandwidth(width: u8, speed: u8, ethernet: bool) -> u64 {
         16 => 2,
         _ => 0,
     };
-    // Millions of bits per second that carry data. The first three speeds of InfiniBand spend two bits of ten on the line
-    // code; drivers of Ethernet name by them what carries it whole.
+    // Millions of bits per second that carry data. The first three speeds of InfiniBand spend two bits of ten on the
+    // line code; drivers of Ethernet name by them what carries it whole.
     let lane = match (speed, ethernet) {
         (1, false) => 2_000,
         (1, true) => 2_500,

@@ -19,7 +19,8 @@ use super::memory::memlock_advice;
 use super::{port, requests};
 use crate::verbs::{Limits, Link, PostError, QueuePairs, QueueSize, Remote, WorkCompletion, WorkRequest};
 
-/// How long a peer is to wait before it sends again what found no receive posted: 0.64 ms (IBTA specification, table 45).
+/// How long a peer is to wait before it sends again what found no receive posted: 0.64 ms (IBTA specification, table
+/// 45).
 const RECEIVER_NOT_READY_TIMER: u8 = 12;
 
 /// Queue pairs of one peer.
@@ -248,8 +249,8 @@ impl CompletionQueue {
 impl Drop for CompletionQueue {
     fn drop(&mut self) {
         let context = &self.channel.context;
-        // SAFETY: made by `new`; nobody polls it any more, and its queue pairs are gone. It waits until whoever takes events
-        // has acknowledged those of this queue, which is done as soon as they are taken.
+        // SAFETY: made by `new`; nobody polls it any more, and its queue pairs are gone. It waits until whoever takes
+        // events has acknowledged those of this queue, which is done as soon as they are taken.
         if context.is_forked() || outcome(unsafe { (context.library.destroy_cq)(self.as_ptr()) }).is_err() {
             // The queue may still point there.
             std::mem::forget(Arc::clone(&self.announced));
@@ -331,8 +332,8 @@ impl Queue {
         let Link { port, gid_index, mtu, .. } = link;
         let Remote { number, gid, lid } = remote;
         let what = format!(
-            "moving queue pair {} to {state}, towards queue pair {number} at GID {gid} (LID {lid}) from GID index {gid_index} \
-             of port {port} with an MTU of {mtu}",
+            "moving queue pair {} to {state}, towards queue pair {number} at GID {gid} (LID {lid}) \
+             from GID index {gid_index} of port {port} with an MTU of {mtu}",
             self.number()
         );
         match Errno::from_io_error(error) {

@@ -64,8 +64,8 @@ pub(super) unsafe fn post_receives(queue: *mut ibv_qp, ids: &[u64]) -> Result<()
     Ok(())
 }
 
-/// The place in a chain of `len` requests, which lie one behind the other, of the one that was refused. The first, where
-/// the driver does not say.
+/// The place in a chain of `len` requests, which lie one behind the other, of the one that was refused. The first,
+/// where the driver does not say.
 fn position<T>(first: *const T, refused: *const T, len: usize) -> usize {
     let bytes = refused.addr().saturating_sub(first.addr());
     let position = bytes / size_of::<T>();
