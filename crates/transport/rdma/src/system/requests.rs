@@ -160,3 +160,202 @@ fn status(number: ibv_wc_status::Type) -> Status {
         other => Status::Other(other),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::cell::{Cell, RefCell};
+    use std::ffi::c_int;
+
+    use rdma_sys::{ibv_context, ibv_wc_opcode};
+    use rustix::io::Errno;
+
+    use super::*;
+
+    /// What a driver was given of a work request.
+    #[derive(Debug, Clone, PartialEq, Eq, Default)]
+    struct Seen {
+        id: u64,
+        opcode: u32,
+        flags: u32,
+        pieces: Vec<(u64, u32, u32)>,
+        immediate: u32,
+        remote: (u64, u32),
+    }
+
+    thread_local! {
+        static CALLS: RefCell<Vec<Vec<Seen>>> = const { RefCell::new(Vec::new()) };
+        /// The id at which the driver refuses, and whether it says so.
+        static REFUSED: Cell<Option<(u64, bool)>> = const { Cell::new(None) };
+        static DONE: RefCell<Vec<ibv_wc>> = const { RefCell::new(Vec::new()) };
+    }
+
+    extern "C" fn post_send(_: *mut ibv_qp, first: *mut ibv_send_wr, bad: *mut *mut ibv_send_wr) -> c_int {
+        let mut seen = Vec::new();
+        let mut at = first;
+        // SAFETY: a chain of requests, each with as many pieces as it says.
+        while let Some(request) = unsafe { at.as_ref() } {
+            if let Some((_, says)) = REFUSED.get().filter(|(id, _)| *id == request.wr_id) {
+                // SAFETY: the place that the caller gave.
+                unsafe { *bad = if says { at } else { null_mut() } };
+                CALLS.with_borrow_mut(|calls| calls.push(seen));
+                return Errno::NOMEM.raw_os_error();
+            }
+            let pieces = (0..usize::try_from(request.num_sge).unwrap()).map(|piece| {
+                // SAFETY: as above.
+                let piece = unsafe { &*request.sg_list.add(piece) };
+                (piece.addr, piece.length, piece.lkey)
+            });
+            // SAFETY: numbers, whichever of the union's is meant.
+            let (immediate, remote) = unsafe {
+                let remote = request.wr.rdma;
+                (request.imm_data_invalidated_rkey_union.imm_data, (remote.remote_addr, remote.rkey))
+            };
+            seen.push(Seen {
+                id: request.wr_id,
+                opcode: request.opcode,
+                flags: request.send_flags,
+                pieces: pieces.collect(),
+                immediate,
+                remote,
+            });
+            at = request.next;
+        }
+        CALLS.with_borrow_mut(|calls| calls.push(seen));
+        0
+    }
+
+    extern "C" fn poll_cq(_: *mut ibv_cq, room: c_int, into: *mut ibv_wc) -> c_int {
+        DONE.with_borrow_mut(|done| {
+            let count = done.len().min(usize::try_from(room).unwrap());
+            for (at, done) in done.drain(..count).enumerate() {
+                // SAFETY: the caller has that much room.
+                unsafe { into.add(at).write(done) };
+            }
+            // An empty queue is a damaged one here.
+            if count == 0 { -1 } else { c_int::try_from(count).unwrap() }
+        })
+    }
+
+    /// A device whose driver is the functions above. All else of it is zeros.
+    fn context() -> Box<ibv_context> {
+        // SAFETY: numbers, pointers and optional functions alone, for which zero is a value.
+        let mut context: Box<ibv_context> = Box::new(unsafe { MaybeUninit::zeroed().assume_init() });
+        context.ops.post_send = Some(post_send);
+        context.ops.poll_cq = Some(poll_cq);
+        context
+    }
+
+    /// How many were posted, and the error's number.
+    type Refused = (usize, Option<i32>);
+
+    /// What the driver is given for some requests, call by call, and the outcome.
+    fn posted(requests: &[WorkRequest]) -> (Vec<Vec<Seen>>, Result<(), Refused>) {
+        let mut context = context();
+        // SAFETY: as for the context.
+        let mut queue: ibv_qp = unsafe { MaybeUninit::zeroed().assume_init() };
+        queue.context = &raw mut *context;
+        // SAFETY: the queue pair is there, and its driver touches no memory.
+        let outcome = unsafe { post(&raw mut queue, requests) };
+        (CALLS.take(), outcome.map_err(|(posted, error)| (posted, error.raw_os_error())))
+    }
+
+    const REQUEST: WorkRequest = WorkRequest {
+        id: 0,
+        operation: Operation::Write,
+        local_address: 0x1000,
+        len: 10,
+        local_key: 2,
+        remote_address: 0x2000,
+        remote_key: 3,
+        signalled: false,
+        inline: false,
+    };
+
+    fn chain(len: u64) -> Vec<WorkRequest> {
+        (0..len).map(|id| WorkRequest { id, ..REQUEST }).collect()
+    }
+
+    #[test]
+    fn each_request_is_what_it_says() {
+        let immediate = Operation::WriteWithImmediate(0x0102_0304);
+        let (calls, outcome) = posted(&[
+            WorkRequest { id: 7, signalled: true, ..REQUEST },
+            WorkRequest { operation: immediate, inline: true, ..REQUEST },
+            // What is read cannot be inline.
+            WorkRequest { operation: Operation::Read, inline: true, ..REQUEST },
+            WorkRequest { len: 0, ..REQUEST },
+        ]);
+        assert_eq!(outcome, Ok(()));
+        let seen = Seen { pieces: vec![(0x1000, 10, 2)], remote: (0x2000, 3), ..Seen::default() };
+        let expected = vec![
+            Seen { id: 7, flags: 2, ..seen.clone() },
+            Seen { opcode: 1, flags: 8, immediate: u32::from_ne_bytes([1, 2, 3, 4]), ..seen.clone() },
+            Seen { opcode: 4, ..seen.clone() },
+            Seen { pieces: Vec::new(), ..seen },
+        ];
+        assert_eq!(calls, [expected]);
+    }
+
+    #[test]
+    fn a_long_chain_goes_in_parts_and_in_order() {
+        let (calls, outcome) = posted(&chain(70));
+        assert_eq!(outcome, Ok(()));
+        assert_eq!(calls.iter().map(Vec::len).collect::<Vec<_>>(), [32, 32, 6]);
+        assert!(calls.concat().iter().map(|seen| seen.id).eq(0..70));
+        assert_eq!(posted(&[]), (Vec::new(), Ok(())));
+    }
+
+    #[test]
+    fn of_what_is_refused_the_place_is_told() {
+        let no_room = Some(Errno::NOMEM.raw_os_error());
+        for at in [0, 5, 31, 32, 69] {
+            REFUSED.set(Some((at, true)));
+            let (calls, outcome) = posted(&chain(70));
+            assert_eq!(outcome, Err((at as usize, no_room)));
+            assert_eq!(calls.concat().len(), at as usize);
+        }
+        // Of a driver that does not say which it refused, nothing of that call is counted.
+        REFUSED.set(Some((40, false)));
+        assert_eq!(posted(&chain(70)).1, Err((32, no_room)));
+        REFUSED.set(None);
+    }
+
+    #[test]
+    fn completions_are_taken_in_parts_and_an_error_comes_after_them() {
+        let mut context = context();
+        // SAFETY: as for the context.
+        let mut queue: ibv_cq = unsafe { MaybeUninit::zeroed().assume_init() };
+        queue.context = &raw mut *context;
+        DONE.set((0..70).map(|id| done(id, ibv_wc_status::IBV_WC_SUCCESS)).collect());
+        let mut into = [WorkCompletion::EMPTY; 64];
+        // SAFETY: the queue is there.
+        let mut taken =
+            || unsafe { poll(&raw mut queue, &mut into) }.map(|count| (count, into[count - 1].id));
+        assert_eq!(taken().unwrap(), (64, 63));
+        assert_eq!(taken().unwrap(), (6, 69));
+        assert!(taken().unwrap_err().to_string().contains("damaged"));
+    }
+
+    #[test]
+    fn a_completion_has_its_status_and_an_immediate_value_only_when_there_is_one() {
+        let mut with = done(1, ibv_wc_status::IBV_WC_SUCCESS);
+        with.wc_flags = ibv_wc_flags::IBV_WC_WITH_IMM.0;
+        with.opcode = ibv_wc_opcode::IBV_WC_RECV_RDMA_WITH_IMM;
+        with.imm_data_invalidated_rkey_union.imm_data = u32::from_ne_bytes([1, 2, 3, 4]);
+        assert_eq!(completion(&with).immediate, Some(0x0102_0304));
+        with.status = ibv_wc_status::IBV_WC_WR_FLUSH_ERR;
+        with.vendor_err = 9;
+        let flushed = WorkCompletion { id: 1, status: Status::Flushed, immediate: None, vendor_error: 9 };
+        assert_eq!(completion(&with), flushed);
+        assert_eq!(status(ibv_wc_status::IBV_WC_REM_ACCESS_ERR), Status::RemoteAccess);
+        assert_eq!(status(ibv_wc_status::IBV_WC_GENERAL_ERR), Status::Other(21));
+        assert_eq!(status(9999), Status::Other(9999));
+    }
+
+    fn done(id: u64, status: u32) -> ibv_wc {
+        // SAFETY: numbers alone.
+        let mut done: ibv_wc = unsafe { MaybeUninit::zeroed().assume_init() };
+        (done.wr_id, done.status) = (id, status);
+        done
+    }
+}
