@@ -32,7 +32,7 @@ pub use transfer::{
     TransferStatus, TransportId,
 };
 pub use transport::{
-    Capabilities, Completion, ControlChannel, FarEnd, Grant, Path, PathState, RegisteredRegion, RemoteKey,
-    RequestHandler, Slice, SliceError, Transport, TransportContext, TransportEvents,
+    Capabilities, Completion, ControlChannel, FarEnd, Grant, Grants, Path, PathState, RegisteredRegion,
+    RemoteKey, RequestHandler, Slice, SliceError, Transport, TransportContext, TransportEvents,
 };
 pub use wake::wake_all;

@@ -189,8 +189,8 @@ pub struct Capabilities {
     pub same_host_only: bool,
     /// Whether it moves device memory without staging.
     pub device_memory: bool,
-    /// Whether it ends each grant by itself; otherwise only fencing a peer's paths does.
-    pub grants: bool,
+    /// How it keeps peers inside their grants.
+    pub grants: Grants,
     /// Whether it delivers notifications.
     pub notify: bool,
     /// Whether it compares checksums at the far end.
@@ -201,6 +201,18 @@ pub struct Capabilities {
     pub max_slice: u64,
     /// The slice length from which a longer one gains nothing, in bytes.
     pub preferred_slice: u64,
+}
+
+/// How a transport keeps peers inside their grants.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Grants {
+    /// It does not: only fencing a peer's paths ends what it may touch.
+    Fenced,
+    /// By a key of its own for each grant, which stands for its range, its kind of access and its end. Whoever has the key
+    /// has the grant: neither the token nor the peer is looked at.
+    Keyed,
+    /// Each access is checked: token, peer, range and kind.
+    Checked,
 }
 
 /// A region as transports register it.

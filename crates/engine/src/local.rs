@@ -5,9 +5,9 @@ use std::sync::OnceLock;
 
 use parking_lot::{Condvar, Mutex};
 use posthorse_core::{
-    Access, AtWork, Capabilities, Claim, Completion, Deadline, Error, ErrorKind, FarEnd, Level, Opcode, Path,
-    PathId, PathState, RegionId, RegisteredRegion, Result, SegmentDesc, Slice, SliceError, Transport,
-    TransportContext, View,
+    Access, AtWork, Capabilities, Claim, Completion, Deadline, Error, ErrorKind, FarEnd, Grants, Level,
+    Opcode, Path, PathId, PathState, RegionId, RegisteredRegion, Result, SegmentDesc, Slice, SliceError,
+    Transport, TransportContext, View,
 };
 use posthorse_memory::CopyPool;
 use serde_json::Value;
@@ -103,7 +103,7 @@ impl Transport for LocalTransport {
         Capabilities {
             same_host_only: true,
             device_memory: false,
-            grants: true,
+            grants: Grants::Checked,
             notify: true,
             // Both ends are the same memory bus: there is nothing on the way that could be compared.
             checksum: true,

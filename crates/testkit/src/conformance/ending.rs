@@ -27,8 +27,12 @@ struct Traffic {
 
 impl Traffic {
     fn new(pair: &Pair<'_>, opcode: Opcode) -> Self {
+        Self::over(pair.path, pair, opcode)
+    }
+
+    fn over(path: PathId, pair: &Pair<'_>, opcode: Opcode) -> Self {
         let local = pair.left.register(LEN, Access::None, 1);
-        let (remote, target) = pair.lend(LEN, Access::ReadWrite, 2);
+        let (remote, target) = pair.lend_over(path, LEN, Access::ReadWrite, 2);
         let slices = slices(pair, opcode, &local, &target);
         Self { local, remote, slices }
     }
@@ -123,7 +127,7 @@ fn assert_ends(pair: &Pair<'_>, end: impl Fn(PathId)) {
     let mut path = pair.path;
     for round in 0..ROUNDS {
         for opcode in [Opcode::Write, Opcode::Read] {
-            let mut traffic = Traffic::new(pair, opcode);
+            let mut traffic = Traffic::over(path, pair, opcode);
             traffic.begin(pair, path);
             end(path);
             let ends = pair.left.ends_of(&traffic.slices);

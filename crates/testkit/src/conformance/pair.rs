@@ -263,9 +263,14 @@ impl<'a> Pair<'a> {
 
     /// Registers memory at the right side, and grants all of it to the left one.
     pub(super) fn lend(&self, len: usize, access: Access, seed: u64) -> (Memory, Target) {
+        self.lend_over(self.path, len, access, seed)
+    }
+
+    /// As [`Pair::lend`], for slices of this path.
+    pub(super) fn lend_over(&self, path: PathId, len: usize, access: Access, seed: u64) -> (Memory, Target) {
         let memory = self.right.register(len, Access::None, seed);
         let grant = self.right.grant(&memory, 0..len as u64, access, Some(&self.left.name));
-        let target = self.target(&grant, &memory);
+        let target = target(&self.left, path, &grant, &memory);
         (memory, target)
     }
 

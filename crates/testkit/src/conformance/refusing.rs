@@ -1,6 +1,6 @@
 //! The owner of memory decides who touches it.
 
-use posthorse_core::{Access, ErrorKind, FarEnd, Fault, GrantToken, Opcode, Slice, SliceError};
+use posthorse_core::{Access, ErrorKind, FarEnd, Fault, GrantToken, Grants, Opcode, Slice, SliceError};
 
 use super::Subject;
 use super::pair::{Memory, Pair, Target};
@@ -15,6 +15,8 @@ const DENIED: &[ErrorKind] = &[ErrorKind::AccessDenied];
 const OUTSIDE: &[ErrorKind] = &[ErrorKind::OutOfBounds];
 /// A token may be looked for before its range is, or after.
 const NOWHERE: &[ErrorKind] = &[ErrorKind::NotRegistered, ErrorKind::OutOfBounds];
+/// A device that refuses a key does not say why.
+const KEY_DENIED: &[ErrorKind] = &[ErrorKind::AccessDenied, ErrorKind::NotRegistered, ErrorKind::OutOfBounds];
 
 /// A slice that must be refused: what is wrong with it, and the kinds of error that say so.
 type Trespass = (&'static str, Slice, &'static [ErrorKind]);
@@ -27,24 +29,41 @@ fn trespasses(pair: &Pair<'_>, local: &Memory, remote: &Memory) -> Vec<Trespass>
     let open = grant(Access::ReadWrite, None);
     let (readable, writable) = (grant(Access::Read, None), grant(Access::Write, None));
     let size = END - START;
+    let grants = pair.right.capabilities().grants;
+    let (outside, nowhere) =
+        if grants == Grants::Checked { (OUTSIDE, NOWHERE) } else { (KEY_DENIED, KEY_DENIED) };
     let mut trespasses = Vec::new();
     for opcode in [Opcode::Write, Opcode::Read] {
         let mut add = |what, target: &Target, at: u64, len: usize, kinds| {
             trespasses.push((what, local.slice(opcode, 0, len, target, at), kinds));
         };
-        add("one byte past the end", &open, size - 99, 100, OUTSIDE);
-        add("one byte before the start", &open, u64::MAX, 100, OUTSIDE);
-        add("far away", &open, 1 << 40, 100, NOWHERE);
-        add("around the end of the address space", &open, u64::MAX - 10 - open.address, 100, NOWHERE);
-        if !pair.right.capabilities().grants {
+        add("one byte past the end", &open, size - 99, 100, outside);
+        add("one byte before the start", &open, u64::MAX, 100, outside);
+        add("far away", &open, 1 << 40, 100, nowhere);
+        add("around the end of the address space", &open, u64::MAX - 10 - open.address, 100, nowhere);
+        if grants == Grants::Checked {
+            let GrantToken { handle, secret } = open.token;
+            let forged = |token| Target { token, ..open };
+            add("another secret", &forged(GrantToken { handle, secret: secret ^ 1 }), 0, 100, DENIED);
+            add(
+                "another generation",
+                &forged(GrantToken { handle: handle ^ (1 << 32), secret }),
+                0,
+                100,
+                DENIED,
+            );
+            add("a handle that never was", &forged(GrantToken { handle: u64::MAX, secret }), 0, 100, DENIED);
+            add(
+                "a grant to another peer",
+                &grant(Access::ReadWrite, Some("somebody.else:1")),
+                0,
+                100,
+                DENIED,
+            );
+        }
+        if grants == Grants::Fenced {
             continue;
         }
-        let GrantToken { handle, secret } = open.token;
-        let forged = |token| Target { token, ..open };
-        add("another secret", &forged(GrantToken { handle, secret: secret ^ 1 }), 0, 100, DENIED);
-        add("another generation", &forged(GrantToken { handle: handle ^ (1 << 32), secret }), 0, 100, DENIED);
-        add("a handle that never was", &forged(GrantToken { handle: u64::MAX, secret }), 0, 100, DENIED);
-        add("a grant to another peer", &grant(Access::ReadWrite, Some("somebody.else:1")), 0, 100, DENIED);
         match opcode {
             Opcode::Read => add("reading what may be written", &writable, 0, 100, DENIED),
             Opcode::Write => add("writing what may be read", &readable, 0, 100, DENIED),

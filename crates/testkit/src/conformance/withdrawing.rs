@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use posthorse_core::{Access, Deadline, ErrorKind, FarEnd, Opcode};
+use posthorse_core::{Access, Deadline, ErrorKind, FarEnd, Grants, Opcode};
 
 use super::Subject;
 use super::pair::{Memory, Pair, Target};
@@ -77,7 +77,7 @@ fn reuse(memory: &Memory) -> Vec<u8> {
 
 pub(super) fn a_revoked_grant_is_written_no_more(subject: &Subject) {
     let pair = Pair::new(subject);
-    if !pair.right.capabilities().grants {
+    if pair.right.capabilities().grants == Grants::Fenced {
         return;
     }
     // Both halves differ everywhere: a batch that arrives late shows, whichever it is.
@@ -98,7 +98,7 @@ pub(super) fn a_revoked_grant_is_read_no_more(subject: &Subject) {
     const BEFORE: u8 = 0xaa;
     const LATER: u8 = 0xbb;
     let pair = Pair::new(subject);
-    if !pair.right.capabilities().grants {
+    if pair.right.capabilities().grants == Grants::Fenced {
         return;
     }
     let local = pair.left.register(2 * LEN, Access::None, 1);

@@ -10,8 +10,8 @@ mod worker;
 use std::sync::Arc;
 
 use posthorse_core::{
-    Capabilities, Deadline, Error, ErrorKind, Level, Path, PathId, PathState, RegionId, RegisteredRegion,
-    Result, SegmentDesc, Slice, Transport, TransportContext,
+    Capabilities, Deadline, Error, ErrorKind, Grants, Level, Path, PathId, PathState, RegionId,
+    RegisteredRegion, Result, SegmentDesc, Slice, Transport, TransportContext,
 };
 use serde_json::{Value, json};
 
@@ -50,7 +50,7 @@ impl Transport for MemoryTransport {
         Capabilities {
             same_host_only: true,
             device_memory: false,
-            grants: true,
+            grants: Grants::Checked,
             notify: true,
             checksum: true,
             level: Level::Visible,

@@ -1,11 +1,27 @@
 #![doc = include_str!("../README.md")]
 
-#[cfg_attr(not(test), expect(dead_code, reason = "what chooses comes with the endpoints"))]
+mod config;
+mod connection;
+mod devices;
 mod gid;
+mod handshake;
+mod notices;
+mod pairing;
+mod queue;
+mod rail;
+mod regions;
+mod served;
+mod shared;
+pub mod software;
 #[cfg(feature = "rdma")]
 mod system;
+mod transport;
 pub mod verbs;
+mod watch;
+mod workers;
 
+pub use config::{Pairing, RdmaConfig};
 pub use gid::{Gid, GidKind};
 #[cfg(feature = "rdma")]
 pub use system::SystemVerbs;
+pub use transport::RdmaTransport;

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use parking_lot::{Mutex, RwLock};
 use posthorse_core::{
-    Capabilities, Deadline, Ending, Error, ErrorKind, Grant, GrantDesc, GrantToken, HostView, Level, Path,
-    PathId, PathState, Region, RegionId, RegisteredRegion, Result, SegmentDesc, Slice, Transport,
+    Capabilities, Deadline, Ending, Error, ErrorKind, Grant, GrantDesc, GrantToken, Grants, HostView, Level,
+    Path, PathId, PathState, Region, RegionId, RegisteredRegion, Result, SegmentDesc, Slice, Transport,
     TransportContext, TransportEvents,
 };
 use posthorse_memory::ForkGuard;
@@ -235,7 +235,7 @@ impl Transport for ShmTransport {
         Capabilities {
             same_host_only: true,
             device_memory: false,
-            grants: true,
+            grants: Grants::Checked,
             notify: true,
             checksum: true,
             level: Level::Visible,

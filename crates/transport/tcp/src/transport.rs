@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, RwLock};
 use posthorse_core::{
-    Capabilities, Completion, Deadline, Error, ErrorKind, FarEnd, HostView, Level, Path, PathId, PathState,
-    RegionId, RegisteredRegion, Result, SegmentDesc, Slice, SliceError, Transport, TransportContext, View,
+    Capabilities, Completion, Deadline, Error, ErrorKind, FarEnd, Grants, HostView, Level, Path, PathId,
+    PathState, RegionId, RegisteredRegion, Result, SegmentDesc, Slice, SliceError, Transport,
+    TransportContext, View,
 };
 use posthorse_memory::ForkGuard;
 use posthorse_segment::TcpAttributes;
@@ -131,7 +132,7 @@ impl Transport for TcpTransport {
         Capabilities {
             same_host_only: false,
             device_memory: false,
-            grants: true,
+            grants: Grants::Checked,
             notify: true,
             checksum: true,
             level: Level::Visible,
