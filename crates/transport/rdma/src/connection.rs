@@ -74,8 +74,8 @@ struct State {
 enum Phase {
     /// It carries slices.
     Ready,
-    /// Its queue pairs failed, and what was posted is being flushed.
-    Draining(Cause),
+    /// Its queue pairs failed, and are about to be destroyed.
+    Failing(Cause),
     /// It is being made, or made again.
     Opening,
     /// It carries nothing. It is tried again, unless it was given up.
@@ -261,11 +261,11 @@ impl Connection {
             }
         };
         // SAFETY: whoever submitted the entries keeps their memory until they have ended.
-        let drained = unsafe { self.post(&mut state) };
+        let failed = unsafe { self.post(&mut state) };
         drop(state);
         self.retire(old);
-        if drained {
-            self.drained(shared);
+        if failed {
+            self.settle_soon(shared);
         }
         outcome
     }
@@ -281,11 +281,11 @@ impl Connection {
         let mut state = self.state.lock();
         match &state.phase {
             Phase::Ready => {}
-            Phase::Draining(Cause::Refusal) | Phase::Opening => {
+            Phase::Failing(Cause::Refusal) | Phase::Opening => {
                 state.refused = true;
                 return Ok(0);
             }
-            Phase::Draining(Cause::Failed(error) | Cause::GivenUp(error))
+            Phase::Failing(Cause::Failed(error) | Cause::GivenUp(error))
             | Phase::Down(error)
             | Phase::Over(error) => return Err(error.clone()),
         }
@@ -319,7 +319,7 @@ impl Connection {
         drop(state);
         shared.report(&wrong);
         if failed {
-            self.drained(shared);
+            self.settle_soon(shared);
         }
         Ok(taken)
     }
@@ -401,7 +401,7 @@ impl Connection {
         Ok(SPLIT | at as u64)
     }
 
-    /// Posts what waits. Says whether that failed, with nothing left to be flushed.
+    /// Posts what waits. Says whether that failed.
     ///
     /// # Safety
     /// The memory of every entry stays as `Transport::submit` demands.
@@ -425,7 +425,8 @@ impl Connection {
                 if let Err(error) = unsafe { pairs.post(at, chain) } {
                     queue.unpost(chain.len() - error.posted);
                     let error = self.named(error.error.context("posting work requests"));
-                    return self.fail(state, Cause::Failed(error));
+                    self.fail(state, Cause::Failed(error));
+                    return true;
                 }
             }
         }
@@ -439,15 +440,15 @@ impl Connection {
         drop(pairs);
     }
 
-    /// Begins the end of the queue pairs there are. Says whether nothing is left to be flushed.
-    fn fail(&self, state: &mut State, cause: Cause) -> bool {
-        state.phase = Phase::Draining(cause);
+    /// Begins the end of the queue pairs there are. What was posted to them and has not ended by now is posted again to
+    /// others, or ends when they are destroyed: it is not waited for. [`Connection::settle_soon`] is to follow.
+    fn fail(&self, state: &mut State, cause: Cause) {
+        state.phase = Phase::Failing(cause);
         if let Some(pairs) = &state.pairs
             && let Err(error) = pairs.fail()
         {
             tracing::error!(device = self.rail.name(), %error, "queue pairs could not be moved to the error state");
         }
-        state.queues.iter().all(SendQueue::is_drained)
     }
 
     /// Takes completions, as many as there are, and reports what ended. With `arm`, the next is announced.
@@ -479,14 +480,14 @@ impl Connection {
             let mut state = self.state.lock();
             let current = state.pairs.as_ref().is_some_and(|now| Arc::ptr_eq(now, &pairs));
             let mut overflow = Vec::new();
-            let mut drained = false;
+            let mut failed = false;
             if current {
                 for completion in completions.get(..count).unwrap_or_default() {
-                    drained |= self.completed(&mut state, completion, &mut ends, &mut overflow);
+                    failed |= self.completed(&mut state, completion, &mut ends, &mut overflow);
                 }
             }
             // SAFETY: as in `made`.
-            drained |= unsafe { self.post(&mut state) };
+            failed |= unsafe { self.post(&mut state) };
             let ended = ends.len() + overflow.len();
             let writable =
                 ended > 0 && matches!(state.phase, Phase::Ready) && std::mem::take(&mut state.refused);
@@ -500,13 +501,13 @@ impl Connection {
             if writable {
                 shared.writable(self.path());
             }
-            if drained {
-                self.drained(shared);
+            if failed {
+                self.settle_soon(shared);
             }
         }
     }
 
-    /// Notes one completion. Says whether the queue pairs failed, and nothing is left to be flushed.
+    /// Notes one completion. Says whether the queue pairs failed by it.
     fn completed(
         &self,
         state: &mut State,
@@ -516,6 +517,9 @@ impl Connection {
     ) -> bool {
         let queue = (completion.id >> QUEUE_SHIFT) as usize;
         let id = completion.id & ((1 << QUEUE_SHIFT) - 1);
+        if !matches!(state.phase, Phase::Ready) {
+            return false;
+        }
         let Some(send_queue) = state.queues.get_mut(queue) else { return false };
         let failed = send_queue.completed(id, completion.status, |entry, ended| {
             let completion = Completion { token: entry.token, result: self.result(ended) };
@@ -524,18 +528,15 @@ impl Connection {
                 overflow.push(full.element());
             }
         });
-        if !failed {
-            return false;
-        }
-        if matches!(state.phase, Phase::Ready) {
+        if failed {
             let cause = if crate::queue::is_refusal(completion.status) {
                 Cause::Refusal
             } else {
                 Cause::Failed(self.named(path_failed(completion.status, completion.vendor_error)))
             };
-            return self.fail(state, cause);
+            self.fail(state, cause);
         }
-        matches!(state.phase, Phase::Draining(_)) && state.queues.iter().all(SendQueue::is_drained)
+        failed
     }
 
     fn result(&self, ended: Ended) -> Result<Level, SliceError> {
@@ -552,8 +553,8 @@ impl Connection {
         }
     }
 
-    /// Everything that was posted has been flushed: has a thread do what comes then.
-    fn drained(self: &Arc<Self>, shared: &Arc<Shared>) {
+    /// The queue pairs failed: has a thread do what comes then.
+    fn settle_soon(self: &Arc<Self>, shared: &Arc<Shared>) {
         let (connection, there) = (Arc::clone(self), Arc::downgrade(shared));
         shared.workers.run(move || {
             if let Some(shared) = there.upgrade() {
@@ -566,7 +567,7 @@ impl Connection {
     fn settle(self: &Arc<Self>, shared: &Arc<Shared>) {
         let (cause, pairs) = {
             let mut state = self.state.lock();
-            let Phase::Draining(cause) = &state.phase else { return };
+            let Phase::Failing(cause) = &state.phase else { return };
             let cause = cause.clone();
             state.phase = match &cause {
                 Cause::Refusal => Phase::Opening,
@@ -700,25 +701,29 @@ impl Connection {
     /// The port is down: nothing more is waited for.
     pub(crate) fn port_failed(self: &Arc<Self>, shared: &Arc<Shared>, error: Error) {
         let mut state = self.state.lock();
-        let drained =
-            matches!(state.phase, Phase::Ready) && self.fail(&mut state, Cause::Failed(self.named(error)));
-        drop(state);
-        if drained {
-            self.drained(shared);
+        if !matches!(state.phase, Phase::Ready) {
+            return;
         }
+        self.fail(&mut state, Cause::Failed(self.named(error)));
+        drop(state);
+        self.settle_soon(shared);
     }
 
     /// Ends the connection: what is under way ends as flushed, when it is quiet.
     pub(crate) fn give_up(self: &Arc<Self>, shared: &Arc<Shared>, error: &Error) {
         let mut state = self.state.lock();
         let error = self.named(error.clone());
-        let drained = match &state.phase {
-            Phase::Ready => self.fail(&mut state, Cause::GivenUp(error)),
-            Phase::Draining(Cause::GivenUp(_)) | Phase::Over(_) => false,
-            Phase::Draining(_) => {
-                state.phase = Phase::Draining(Cause::GivenUp(error));
-                false
+        match &state.phase {
+            Phase::Ready => {
+                self.fail(&mut state, Cause::GivenUp(error));
+                drop(state);
+                self.settle_soon(shared);
             }
+            // What is about to happen to it happens, for this reason.
+            Phase::Failing(Cause::Refusal | Cause::Failed(_)) => {
+                state.phase = Phase::Failing(Cause::GivenUp(error));
+            }
+            Phase::Failing(Cause::GivenUp(_)) | Phase::Over(_) => {}
             Phase::Opening | Phase::Down(_) => {
                 state.phase = Phase::Over(error.clone());
                 drop(state);
@@ -729,12 +734,7 @@ impl Connection {
                         connection.end_all(&shared, &error);
                     }
                 });
-                return;
             }
-        };
-        drop(state);
-        if drained {
-            self.drained(shared);
         }
     }
 
@@ -790,11 +790,9 @@ impl Connection {
             if let Some(queue) = state.queues.first_mut() {
                 queue.unpost(1);
             }
-            let drained = self.fail(&mut state, Cause::Failed(self.named(error.error)));
+            self.fail(&mut state, Cause::Failed(self.named(error.error)));
             drop(state);
-            if drained {
-                self.drained(shared);
-            }
+            self.settle_soon(shared);
         }
     }
 
@@ -869,10 +867,10 @@ impl Connection {
     /// Why it is down, if it is.
     pub(crate) fn down(&self) -> Option<Error> {
         match &self.state.lock().phase {
-            Phase::Ready | Phase::Opening | Phase::Draining(Cause::Refusal) => None,
+            Phase::Ready | Phase::Opening | Phase::Failing(Cause::Refusal) => None,
             Phase::Down(error)
             | Phase::Over(error)
-            | Phase::Draining(Cause::Failed(error) | Cause::GivenUp(error)) => Some(error.clone()),
+            | Phase::Failing(Cause::Failed(error) | Cause::GivenUp(error)) => Some(error.clone()),
         }
     }
 }
