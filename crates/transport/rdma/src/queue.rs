@@ -177,7 +177,7 @@ impl SendQueue {
     /// A work request that asks whether the peer is there, if nothing else under way shows that.
     pub(crate) fn alive(&mut self) -> Option<WorkRequest> {
         (!self.failed && self.posted.is_empty() && self.entries.is_empty())
-            .then(|| self.without_entry(|id| nothing(id)))
+            .then(|| self.without_entry(nothing))
     }
 
     fn without_entry(&mut self, make: impl FnOnce(u64) -> WorkRequest) -> WorkRequest {

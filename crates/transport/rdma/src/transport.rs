@@ -297,9 +297,12 @@ impl Running {
     }
 }
 
+/// What is answered to a peer of this name, which sent this.
+type Answer = fn(&Arc<Shared>, &str, &[u8]) -> Result<Vec<u8>>;
+
 /// Answers peers.
 fn answer(shared: &Arc<Shared>) {
-    let answer = |topic, handle: fn(&Arc<Shared>, &str, &[u8]) -> Result<Vec<u8>>| {
+    let answer = |topic, handle: Answer| {
         let there = Arc::downgrade(shared);
         let handler = move |from: &str, body: &[u8]| match there.upgrade() {
             Some(shared) if !shared.is_stopped() => handle(&shared, from, body),

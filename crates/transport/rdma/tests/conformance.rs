@@ -1,4 +1,5 @@
 //! The contract of every transport, kept over software devices.
+#![allow(clippy::expect_used)]
 
 use std::sync::Arc;
 

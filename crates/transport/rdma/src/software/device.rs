@@ -231,9 +231,13 @@ impl Core {
         };
         // SAFETY: who registered memory keeps it allocated for as long as it is registered, which it is while it is
         // touched; bytes that were taken along are the request's own.
+        let copy = || unsafe { copy(from, to, request.len) };
         let copied = far.touch(|| match &near {
-            Some(near) => near.touch(|| unsafe { copy(from, to, request.len) }),
-            None => Some(unsafe { copy(from, to, request.len) }),
+            Some(near) => near.touch(copy),
+            None => {
+                copy();
+                Some(())
+            }
         });
         match copied {
             None => Status::RemoteAccess,
