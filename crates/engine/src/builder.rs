@@ -99,7 +99,7 @@ impl EngineBuilder {
             None => shake_hands(&self.config, &handle, incarnation, &hello, &inbox)?,
         };
         let mut transports = if self.bare { Vec::new() } else { come_with(&self.config)? };
-        transports.extend(self.transports);
+        transports.extend(self.transports.into_iter().map(Coming::there));
         let inner = Arc::new(Inner {
             name: name.into(),
             incarnation,
@@ -132,9 +132,15 @@ impl EngineBuilder {
         *engine.owner.ticker.lock() = Some(ticker::start(&inner)?);
         let copier = Arc::new(CopyPool::new(CopyPool::default_helpers())?);
         inner.install(Arc::new(LocalTransport::new(copier)))?;
-        for transport in transports {
-            let name = transport.name().to_owned();
-            inner.install(transport).map_err(|error| environment.named(&name, error))?;
+        for Coming { name, transport, may_lack } in transports {
+            match transport.and_then(|transport| inner.install(transport)) {
+                Ok(_) => {}
+                Err(error) if may_lack && error.kind() == ErrorKind::Unsupported => {
+                    tracing::debug!(transport = name, %error, "not on this host");
+                    inner.transports.lack(&name, error);
+                }
+                Err(error) => return Err(environment.named(&name, error)),
+            }
         }
         for name in inner.transports.unknown_in_order() {
             tracing::warn!("transport_order names {name:?}, which is neither built in nor installed");
@@ -166,17 +172,37 @@ fn shake_hands(
     Ok(Meeting { name, directory: Arc::new(P2pDirectory::new(handshake)), control })
 }
 
+/// A transport to be installed.
+struct Coming {
+    name: String,
+    transport: Result<Arc<dyn Transport>>,
+    /// Whether the engine goes on without it where the host has nothing for it.
+    may_lack: bool,
+}
+
+impl Coming {
+    fn there(transport: Arc<dyn Transport>) -> Self {
+        Self { name: transport.name().to_owned(), transport: Ok(transport), may_lack: false }
+    }
+}
+
 /// The transports that come with Posthorse, as far as they are built in and not switched off.
-fn come_with(config: &EngineConfig) -> Result<Vec<Arc<dyn Transport>>> {
-    #[cfg_attr(not(any(feature = "shm", feature = "tcp")), expect(unused_mut))]
-    let mut transports: Vec<Arc<dyn Transport>> = Vec::new();
+fn come_with(config: &EngineConfig) -> Result<Vec<Coming>> {
+    #[cfg_attr(not(any(feature = "shm", feature = "tcp", feature = "rdma")), expect(unused_mut))]
+    let mut transports: Vec<Coming> = Vec::new();
     #[cfg(feature = "shm")]
     if let Some(shm) = &config.shm {
-        transports.push(Arc::new(posthorse_shm::ShmTransport::new(shm.clone())?));
+        transports.push(Coming::there(Arc::new(posthorse_shm::ShmTransport::new(shm.clone())?)));
+    }
+    #[cfg(feature = "rdma")]
+    if let Some(rdma) = &config.rdma {
+        let transport = posthorse_rdma::RdmaTransport::new(rdma.clone());
+        let transport = transport.map(|transport| Arc::new(transport) as Arc<dyn Transport>);
+        transports.push(Coming { name: "rdma".to_owned(), transport, may_lack: true });
     }
     #[cfg(feature = "tcp")]
     if let Some(tcp) = config.tcp() {
-        transports.push(Arc::new(posthorse_tcp::TcpTransport::new(tcp)?));
+        transports.push(Coming::there(Arc::new(posthorse_tcp::TcpTransport::new(tcp)?)));
     }
     let _ = config;
     Ok(transports)

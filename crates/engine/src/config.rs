@@ -53,6 +53,10 @@ pub struct EngineConfig {
     /// The transport `shm`; null leaves it out.
     #[cfg(feature = "shm")]
     pub shm: Option<posthorse_shm::ShmConfig>,
+    /// The transport `rdma`; null leaves it out. Where the host has no RDMA device, or no library for them, the engine goes
+    /// on without, and says so.
+    #[cfg(feature = "rdma")]
+    pub rdma: Option<posthorse_rdma::RdmaConfig>,
 }
 
 impl Default for EngineConfig {
@@ -76,6 +80,8 @@ impl Default for EngineConfig {
             tcp: Some(posthorse_tcp::TcpConfig::default()),
             #[cfg(feature = "shm")]
             shm: Some(posthorse_shm::ShmConfig::default()),
+            #[cfg(feature = "rdma")]
+            rdma: Some(posthorse_rdma::RdmaConfig::default()),
         }
     }
 }
@@ -87,9 +93,11 @@ const HANDSHAKE: &str = "handshake";
 const TCP: &str = "tcp";
 #[cfg(feature = "shm")]
 const SHM: &str = "shm";
+#[cfg(feature = "rdma")]
+const RDMA: &str = "rdma";
 
 /// The keys of an engine that hold a part of their own.
-const NESTED: [&str; 3] = [HANDSHAKE, "tcp", "shm"];
+const NESTED: [&str; 4] = [HANDSHAKE, "tcp", "shm", "rdma"];
 
 /// One part of the configuration as the environment overrides it.
 fn part<T: Serialize + DeserializeOwned + Default>(
@@ -157,7 +165,7 @@ impl FromStr for TransportChoice {
 
     fn from_str(text: &str) -> Result<Self> {
         /// The transports that one might name alone.
-        const KNOWN: [&str; 3] = ["local", "shm", "tcp"];
+        const KNOWN: [&str; 4] = ["local", "shm", "rdma", "tcp"];
         match text.split_once(':') {
             None if text == "auto" => Ok(Self::Auto),
             Some(("prefer", name)) if !name.is_empty() => Ok(Self::Prefer(name.to_owned())),
@@ -216,6 +224,10 @@ impl EngineConfig {
         if let Some(shm) = &self.shm {
             check_shm(shm).map_err(|error| of_part(SHM, error))?;
         }
+        #[cfg(feature = "rdma")]
+        if let Some(rdma) = &self.rdma {
+            rdma.validate().map_err(|error| of_part(RDMA, error))?;
+        }
         Ok(())
     }
 
@@ -258,6 +270,10 @@ impl EngineConfig {
         #[cfg(feature = "shm")]
         if let Some(shm) = &mut self.shm {
             shm.liveness_ms = liveness_ms;
+        }
+        #[cfg(feature = "rdma")]
+        if let Some(rdma) = &mut self.rdma {
+            rdma.liveness_ms = liveness_ms;
         }
         self
     }
@@ -316,6 +332,8 @@ impl EngineConfig {
         variables.extend(environment::variables::<posthorse_tcp::TcpConfig>(TCP)?);
         #[cfg(feature = "shm")]
         variables.extend(environment::variables::<posthorse_shm::ShmConfig>(SHM)?);
+        #[cfg(feature = "rdma")]
+        variables.extend(environment::variables::<posthorse_rdma::RdmaConfig>(RDMA)?);
         Ok(variables)
     }
 
@@ -333,6 +351,10 @@ impl EngineConfig {
         #[cfg(feature = "shm")]
         if let Some(shm) = config.shm.take() {
             config.shm = Some(part(environment, SHM, shm, check_shm)?);
+        }
+        #[cfg(feature = "rdma")]
+        if let Some(rdma) = config.rdma.take() {
+            config.rdma = Some(part(environment, RDMA, rdma, posthorse_rdma::RdmaConfig::validate)?);
         }
         Ok(config)
     }

@@ -6,12 +6,14 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use arrayvec::ArrayVec;
-use posthorse_core::{Error, ErrorKind, FarEnd, Level, Priority, RemoteKey, Route, Slice, SliceError};
+use posthorse_core::{
+    Error, ErrorKind, FarEnd, Level, Priority, RemoteKey, Route, Slice, SliceError, TransportId,
+};
 
 use crate::engine::Inner;
 use crate::path::{Full, PathEntry, Run};
 use crate::peer::Decision;
-use crate::submission::{Doom, Submission};
+use crate::submission::{Doom, Prepared, Submission};
 
 /// Slices per call of a transport.
 const CHUNK: usize = 64;
@@ -24,6 +26,7 @@ impl Inner {
         }
         let Run { submission, pieces } = run;
         let work = &submission.work;
+        let keyed = self.transports.keyed();
         let mut start = pieces.start;
         while start < pieces.end {
             if start == submission.data_pieces() {
@@ -35,16 +38,22 @@ impl Inner {
                 work.requests.get(request as usize)
             };
             let Some(first) = request(start) else { return };
+            // A transport whose peers' devices check keys carries nothing without one.
+            let lacks = |request: &Prepared, (_, name): &(TransportId, String)| {
+                work.keys_of(request).is_none_or(|keys| !keys.contains_key(name))
+            };
             let same = |piece: u32| {
                 request(piece).is_some_and(|other| {
                     (other.peer, other.route, other.priority) == (first.peer, first.route, first.priority)
+                        && keyed.iter().all(|transport| lacks(first, transport) == lacks(other, transport))
                 })
             };
             let end = (start + 1..pieces.end).find(|piece| !same(*piece)).unwrap_or(pieces.end);
             let Some(peer) = work.peers.get(first.peer as usize) else { return };
             let run = Run { submission: Arc::clone(&submission), pieces: start..end };
             let route = self.route(first.route);
-            match peer.choose(route, |error, failed| self.worth_again(error, failed)) {
+            let able = |id| !keyed.iter().any(|transport| transport.0 == id && lacks(first, transport));
+            match peer.choose_of(route, able, |error, failed| self.worth_again(error, failed)) {
                 Decision::Use(path, again) => {
                     if let Some(transport) = again {
                         self.connect(peer, transport);
@@ -137,9 +146,19 @@ impl Inner {
         }
         let mut slices: ArrayVec<Slice, CHUNK> = ArrayVec::new();
         let mut bytes = 0;
+        let mut keys = Imported::default();
         for piece in run.pieces.clone().take(CHUNK) {
             match slice(&submission, piece) {
-                Some(slice) if !submission.is_lost(piece) => {
+                Some(mut slice) if !submission.is_lost(piece) => {
+                    match keys.key(path, &submission, piece) {
+                        Ok(key) => slice.remote_key = key,
+                        Err(error) if slices.is_empty() => {
+                            run.pieces.start = piece + 1;
+                            self.end_piece(&submission, piece, Err(error));
+                            return true;
+                        }
+                        Err(_) => break,
+                    }
                     submission.post(piece, path.number);
                     bytes += slice.local.len();
                     slices.push(slice);
@@ -211,6 +230,28 @@ impl Inner {
         self.table.remove(submission.key);
         submission.release_pins();
         submission.batch.submission_ended();
+    }
+}
+
+/// The last key that was made of what a peer published: neighbours often have the same.
+#[derive(Debug, Default)]
+struct Imported(Option<(u32, RemoteKey)>);
+
+impl Imported {
+    fn key(&mut self, path: &PathEntry, submission: &Submission, piece: u32) -> Result<RemoteKey, Error> {
+        let work = &submission.work;
+        let cut = work.pieces.get(piece as usize);
+        let request = cut.and_then(|cut| work.requests.get(cut.request as usize));
+        let Some(request) = request.filter(|_| path.keyed) else { return Ok(RemoteKey::NONE) };
+        if let Some((keys, key)) = self.0
+            && keys == request.keys
+        {
+            return Ok(key);
+        }
+        let published = work.keys_of(request).and_then(|keys| keys.get(path.transport.name()));
+        let key = path.transport.import(path.info.id, published.unwrap_or(&serde_json::Value::Null))?;
+        self.0 = Some((request.keys, key));
+        Ok(key)
     }
 }
 

@@ -19,6 +19,7 @@ use crate::builder::EngineBuilder;
 use crate::config::{EngineConfig, Precedence, of_part};
 use crate::events::Sink;
 use crate::explain::{Explanation, PathReport, TransportReport};
+use crate::held::HeldGrant;
 use crate::inbox::{Inbox, Notification};
 use crate::lease::LeasedMemory;
 use crate::memory::{RegisteredMemory, Withheld};
@@ -296,6 +297,11 @@ impl TransferEngine {
     pub fn route_with(&self, theirs: &str, precedence: Precedence) -> Result<Route> {
         self.inner().check_open()?;
         self.inner().transports.route_with(theirs, precedence)
+    }
+
+    /// Holds a peer's grant, for requests that are submitted meanwhile.
+    pub fn hold(&self, segment: &Segment, grant: &GrantDesc) -> HeldGrant {
+        HeldGrant::new(segment, grant)
     }
 
     /// A peer's memory under a grant, to be read in place, where a path that `route` allows can do that. The peer cannot
@@ -695,6 +701,10 @@ impl Inner {
                 .collect();
             transports.push(TransportReport { name: name.to_owned(), state, reason, paths });
         });
+        for (name, error) in self.transports.lacking() {
+            let reason = Some(format!("this host: {error}"));
+            transports.push(TransportReport { name, state: "absent", reason, paths: Vec::new() });
+        }
         let chosen = match peer.choose(self.default_route(), |_, _| false) {
             Decision::Use(path, _) => Some(path.transport.name().to_owned()),
             _ => None,

@@ -227,7 +227,7 @@ mod tests {
         let keys = |part: &str, map: &Map<String, Value>| -> Vec<(String, String, Value)> {
             map.iter().map(|(k, v)| (part.to_owned(), k.clone(), v.clone())).collect()
         };
-        let nested = ["handshake", "tcp", "shm"];
+        let nested = ["handshake", "tcp", "shm", "rdma"];
         let mut all: Vec<_> = keys("engine", engine);
         all.retain(|(_, key, _)| !nested.contains(&key.as_str()));
         for part in nested {

@@ -21,6 +21,8 @@ mod events;
 #[cfg(not(loom))]
 mod explain;
 #[cfg(not(loom))]
+mod held;
+#[cfg(not(loom))]
 mod inbox;
 #[cfg(not(loom))]
 mod lease;
@@ -67,6 +69,8 @@ pub use config::{EngineConfig, MAX_FINGERPRINT_BYTES, Precedence, TransportChoic
 pub use engine::TransferEngine;
 #[cfg(not(loom))]
 pub use explain::{Explanation, PathReport, TransportReport};
+#[cfg(not(loom))]
+pub use held::HeldGrant;
 #[cfg(not(loom))]
 pub use inbox::Notification;
 #[cfg(not(loom))]

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::{Mutex, RwLock};
 use posthorse_core::{
-    Error, ErrorKind, Path, PathId, PathState, Priority, SegmentId, Transport, TransportId,
+    Error, ErrorKind, Grants, Path, PathId, PathState, Priority, SegmentId, Transport, TransportId,
 };
 
 use crate::submission::Submission;
@@ -28,6 +28,8 @@ pub(crate) struct PathEntry {
     pub(crate) transport_id: TransportId,
     pub(crate) transport: Arc<dyn Transport>,
     pub(crate) info: Path,
+    /// Whether slices need what was published with the peer's memory.
+    pub(crate) keyed: bool,
     down: AtomicBool,
     /// Whether a task looks whether it stays down.
     pub(crate) watched: AtomicBool,
@@ -97,6 +99,7 @@ impl PathEntry {
             number,
             peer,
             transport_id,
+            keyed: transport.capabilities().grants == Grants::Keyed,
             transport,
             info,
             down: AtomicBool::new(reason.is_some()),

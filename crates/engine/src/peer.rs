@@ -1,11 +1,12 @@
 //! Peers: what is known of them, how each transport reaches them, and what waits for a way to them.
 
+use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use parking_lot::{Mutex, RwLock};
 use posthorse_core::{
-    BufferDesc, Error, ErrorKind, GrantToken, Incarnation, Route, SegmentDesc, SegmentId, TransportId,
+    Attributes, Error, ErrorKind, GrantToken, Incarnation, Route, SegmentDesc, SegmentId, TransportId,
 };
 
 use crate::path::{PathEntry, Run};
@@ -48,6 +49,8 @@ pub(crate) struct Peer {
     pub(crate) name: String,
     pub(crate) incarnation: Option<Incarnation>,
     published: RwLock<Published>,
+    /// What it published with grants that are held here.
+    held: Mutex<HashMap<GrantToken, Held>>,
     reaches: Mutex<Vec<State>>,
     waiting: Mutex<Vec<Run>>,
     /// Why nothing can reach this life of the peer any more.
@@ -56,10 +59,19 @@ pub(crate) struct Peer {
     pub(crate) signal: Signal,
 }
 
+/// What the peer published with a grant, and how many hold it.
+#[derive(Debug)]
+struct Held {
+    keys: Arc<Attributes>,
+    holders: usize,
+}
+
 /// What the peer published, when it was last asked.
 #[derive(Debug)]
 struct Published {
     desc: Arc<SegmentDesc>,
+    /// What it published with each buffer, for the transports that need it.
+    keys: Vec<Arc<Attributes>>,
     /// Indices into the descriptor's buffers, by address.
     by_address: Vec<u32>,
 }
@@ -68,15 +80,17 @@ impl Published {
     fn new(desc: SegmentDesc) -> Self {
         let mut by_address: Vec<u32> = (0..desc.buffers.len() as u32).collect();
         by_address.sort_by_key(|index| desc.buffers[*index as usize].address);
-        Self { desc: Arc::new(desc), by_address }
+        let keys = desc.buffers.iter().map(|buffer| Arc::new(buffer.attributes.clone())).collect();
+        Self { desc: Arc::new(desc), keys, by_address }
     }
 
-    /// The buffer that contains the whole range.
-    fn buffer_at(&self, address: u64, len: u64) -> Option<&BufferDesc> {
+    /// The token of the buffer that contains the whole range, and what was published with it.
+    fn at(&self, address: u64, len: u64) -> Option<(Option<GrantToken>, &Arc<Attributes>)> {
         let buffers = &self.desc.buffers;
         let behind = self.by_address.partition_point(|index| buffers[*index as usize].address <= address);
-        let index = *self.by_address.get(behind.checked_sub(1)?)?;
-        buffers.get(index as usize).filter(|buffer| buffer.contains(address, len))
+        let index = *self.by_address.get(behind.checked_sub(1)?)? as usize;
+        let buffer = buffers.get(index).filter(|buffer| buffer.contains(address, len))?;
+        Some((buffer.token, self.keys.get(index)?))
     }
 }
 
@@ -114,6 +128,7 @@ impl Peer {
             name: desc.name.clone(),
             incarnation: desc.incarnation,
             published: RwLock::new(Published::new(desc)),
+            held: Mutex::default(),
             reaches: Mutex::new(reaches),
             waiting: Mutex::default(),
             ended: OnceLock::new(),
@@ -172,10 +187,35 @@ impl Peer {
         paths.flatten().collect()
     }
 
-    /// The token for a range that the peer published.
-    pub(crate) fn published_token(&self, address: u64, len: u64) -> Result<Option<GrantToken>, Error> {
+    /// Keeps what the peer published with a grant, until it is [let go](Peer::let_go) as often.
+    pub(crate) fn hold(&self, token: GrantToken, keys: &Attributes) {
+        let mut held = self.held.lock();
+        held.entry(token).or_insert_with(|| Held { keys: Arc::new(keys.clone()), holders: 0 }).holders += 1;
+    }
+
+    pub(crate) fn let_go(&self, token: GrantToken) {
+        let mut all = self.held.lock();
+        if let Some(held) = all.get_mut(&token) {
+            held.holders -= 1;
+            if held.holders == 0 {
+                all.remove(&token);
+            }
+        }
+    }
+
+    /// What the peer published with a grant that is held.
+    pub(crate) fn held(&self, token: GrantToken) -> Option<Arc<Attributes>> {
+        self.held.lock().get(&token).map(|held| Arc::clone(&held.keys))
+    }
+
+    /// The token for a range that the peer published, and what it published with it.
+    pub(crate) fn published(
+        &self,
+        address: u64,
+        len: u64,
+    ) -> Result<(Option<GrantToken>, Arc<Attributes>), Error> {
         let published = self.published.read();
-        published.buffer_at(address, len).map(|buffer| buffer.token).ok_or_else(|| {
+        published.at(address, len).map(|(token, keys)| (token, Arc::clone(keys))).ok_or_else(|| {
             let buffers = published.desc.buffers.len();
             Error::new(
                 ErrorKind::OutOfBounds,
@@ -200,12 +240,23 @@ impl Peer {
 
     /// What to do with requests of this route; `worth_again` says whether to try a transport that failed so, then.
     pub(crate) fn choose(&self, route: Route, worth_again: impl Fn(&Error, Instant) -> bool) -> Decision {
+        self.choose_of(route, |_| true, worth_again)
+    }
+
+    /// As [`Peer::choose`], of the transports that are `able` to carry the requests.
+    pub(crate) fn choose_of(
+        &self,
+        route: Route,
+        able: impl Fn(TransportId) -> bool,
+        worth_again: impl Fn(&Error, Instant) -> bool,
+    ) -> Decision {
         if self.ended.get().is_some() {
             return Decision::None;
         }
         let reaches = self.reaches.lock();
         let candidates = reaches.iter().map(|state| {
             let reach = match &state.how {
+                _ if !able(state.transport) => Reach::Out,
                 How::Connected(entries) => {
                     let up = entries.iter().filter(|entry| entry.is_up());
                     // Connected, and all went down since: worth a new connection.

@@ -4,7 +4,9 @@ use std::collections::HashMap;
 use std::hash::Hash;
 use std::sync::Arc;
 
-use posthorse_core::{Error, ErrorKind, Opcode, RegionId, Result, SegmentId, TransferRequest, View};
+use posthorse_core::{
+    Attributes, Error, ErrorKind, Opcode, RegionId, Result, SegmentId, TransferRequest, View,
+};
 
 use crate::engine::Inner;
 use crate::peer::Peer;
@@ -56,6 +58,7 @@ struct Builder<'a> {
     pieces: Vec<crate::slicing::Piece>,
     peers: Vec<Arc<Peer>>,
     peer_ids: Numbering<SegmentId>,
+    keys: Vec<Option<Arc<Attributes>>>,
     groups: Numbering<u32>,
     /// Each region's memory, and whether it can be written.
     regions: Vec<(View, bool)>,
@@ -71,6 +74,7 @@ impl<'a> Builder<'a> {
             pieces: Vec::with_capacity(requests),
             peers: Vec::new(),
             peer_ids: Numbering::default(),
+            keys: Vec::new(),
             groups: Numbering::default(),
             regions: Vec::new(),
             region_ids: Numbering::default(),
@@ -95,12 +99,15 @@ impl<'a> Builder<'a> {
                 format!("{} bytes at {:#x} leave the address space", request.len, request.remote.address),
             ));
         }
-        let token = match (request.remote.token, self.peers.get(peer as usize)) {
+        let (token, keys) = match (request.remote.token, self.peers.get(peer as usize)) {
             (None, Some(peer)) if request.len > 0 => {
-                peer.published_token(request.remote.address, request.len)?
+                let (token, keys) = peer.published(request.remote.address, request.len)?;
+                (token, Some(keys))
             }
-            (token, _) => token,
+            (Some(token), Some(peer)) => (Some(token), peer.held(token)),
+            (token, None) | (token @ None, _) => (token, None),
         };
+        let keys = self.keys(keys);
         let group = self.groups.number(request.group).0;
         let before = self.pieces.len();
         let index = u32::try_from(self.requests.len())
@@ -116,6 +123,7 @@ impl<'a> Builder<'a> {
             peer,
             remote_address: request.remote.address,
             token,
+            keys,
             priority: request.priority,
             route: request.route,
             group,
@@ -149,11 +157,24 @@ impl<'a> Builder<'a> {
         Ok(number)
     }
 
+    /// The number of what was published with a request's remote memory. Neighbours often have the same.
+    fn keys(&mut self, keys: Option<Arc<Attributes>>) -> u32 {
+        let same = |last: &Option<Arc<Attributes>>| match (last, &keys) {
+            (Some(last), Some(keys)) => Arc::ptr_eq(last, keys),
+            (last, keys) => last.is_none() && keys.is_none(),
+        };
+        if !self.keys.last().is_some_and(same) {
+            self.keys.push(keys);
+        }
+        (self.keys.len() - 1) as u32
+    }
+
     fn finish(self) -> Work {
         Work {
             requests: self.requests.into(),
             pieces: self.pieces.into(),
             peers: self.peers.into(),
+            keys: self.keys.into(),
             groups: self.groups.keys.into(),
             regions: self.region_ids.keys.into(),
             bytes: self.bytes,

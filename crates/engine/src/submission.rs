@@ -8,8 +8,8 @@ use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 use posthorse_core::{
-    Checksum, Deadline, Error, ErrorClass, ErrorKind, GrantToken, Opcode, Pin, Priority, RegionId, Route,
-    TransferState, TransferStatus, View,
+    Attributes, Checksum, Deadline, Error, ErrorClass, ErrorKind, GrantToken, Opcode, Pin, Priority,
+    RegionId, Route, TransferState, TransferStatus, View,
 };
 
 use crate::batch::BatchCore;
@@ -26,6 +26,8 @@ pub(crate) struct Prepared {
     pub(crate) peer: u32,
     pub(crate) remote_address: u64,
     pub(crate) token: Option<GrantToken>,
+    /// Index into [`Work::keys`].
+    pub(crate) keys: u32,
     pub(crate) priority: Priority,
     pub(crate) route: Route,
     /// Index into [`Work::groups`].
@@ -40,6 +42,8 @@ pub(crate) struct Work {
     pub(crate) requests: Box<[Prepared]>,
     pub(crate) pieces: Box<[Piece]>,
     pub(crate) peers: Box<[Arc<Peer>]>,
+    /// What peers published with the remote memory, as far as that is known: keys, for the transports that need them.
+    pub(crate) keys: Box<[Option<Arc<Attributes>>]>,
     /// The groups that occur, each once.
     pub(crate) groups: Box<[u32]>,
     /// The local regions that occur, each once.
@@ -130,6 +134,13 @@ pub(crate) struct Progress {
     pub(crate) notice_due: bool,
     /// All tasks have ended.
     pub(crate) all_ended: bool,
+}
+
+impl Work {
+    /// What was published with a request's remote memory.
+    pub(crate) fn keys_of(&self, request: &Prepared) -> Option<&Attributes> {
+        self.keys.get(request.keys as usize)?.as_deref()
+    }
 }
 
 impl Submission {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use parking_lot::RwLock;
-use posthorse_core::{Capabilities, Error, ErrorKind, Result, Route, Transport, TransportId};
+use posthorse_core::{Capabilities, Error, ErrorKind, Grants, Result, Route, Transport, TransportId};
 use serde_json::Value;
 
 use crate::config::{EngineConfig, Precedence, TransportChoice};
@@ -46,6 +46,10 @@ struct State {
     slots: Vec<Slot>,
     route: Route,
     slice_length: SliceLength,
+    /// Those that need what was published with a peer's memory.
+    keyed: Arc<[(TransportId, String)]>,
+    /// Those that come with Posthorse, and cannot be had on this host.
+    lacking: Vec<(String, Error)>,
 }
 
 impl Transports {
@@ -55,7 +59,13 @@ impl Transports {
             order: config.transport_order.clone(),
             preference: config.transport.clone(),
             slice_bytes: config.slice_bytes,
-            state: RwLock::new(State { slots: Vec::new(), route: Route::Auto, slice_length }),
+            state: RwLock::new(State {
+                slots: Vec::new(),
+                route: Route::Auto,
+                slice_length,
+                keyed: Arc::default(),
+                lacking: Vec::new(),
+            }),
         })
     }
 
@@ -80,6 +90,25 @@ impl Transports {
             standing: Standing::Starting,
         });
         Ok(id)
+    }
+
+    /// Notes that a transport which comes with Posthorse cannot be had on this host, and why.
+    pub(crate) fn lack(&self, name: &str, error: Error) {
+        self.state.write().lacking.push((name.to_owned(), error));
+    }
+
+    /// What comes with Posthorse and cannot be had on this host, unless it was installed since.
+    pub(crate) fn lacking(&self) -> Vec<(String, Error)> {
+        let state = self.state.read();
+        let installed = |name: &str| {
+            state.slots.iter().any(|slot| slot.name == name && slot.standing == Standing::Installed)
+        };
+        state.lacking.iter().filter(|(name, _)| !installed(name)).cloned().collect()
+    }
+
+    /// The transports that need what was published with a peer's memory.
+    pub(crate) fn keyed(&self) -> Arc<[(TransportId, String)]> {
+        Arc::clone(&self.state.read().keyed)
     }
 
     /// Installs a transport that was started.
@@ -167,12 +196,18 @@ impl Transports {
         if names.contains(wanted) {
             return None;
         }
+        let lacking = self.lacking().into_iter().find(|(name, _)| name == wanted);
+        let why = lacking.as_ref().map_or_else(String::new, |(_, error)| format!(" ({})", error.message()));
         let message = format!(
-            "transport is {}, which is not installed; installed: {}",
+            "transport is {}, which is not installed{why}; installed: {}",
             self.preference,
             names.join(", ")
         );
-        Some(Error::new(ErrorKind::NoPath, message))
+        let error = Error::new(ErrorKind::NoPath, message);
+        Some(match lacking.as_ref().and_then(|(_, error)| error.advice()) {
+            Some(advice) => error.with_advice(advice.to_owned()),
+            None => error,
+        })
     }
 
     /// As [`Transports::missing`], for a request that fails of it.
@@ -237,6 +272,8 @@ impl Transports {
             bytes => bytes,
         };
         let slice_length = SliceLength { preferred, max: least(|known| known.max_slice) };
+        let keyed = installed().filter(|slot| slot.capabilities.grants == Grants::Keyed);
+        let keyed = keyed.map(|slot| (slot.id, slot.name.clone())).collect();
         let named = |name: &str| installed().find(|slot| slot.name == name).map(|slot| slot.id);
         let route = match &self.preference {
             TransportChoice::Auto => Route::Auto,
@@ -244,7 +281,7 @@ impl Transports {
             // A transport that is not there (yet) reaches nobody.
             TransportChoice::Require(name) => Route::Require(named(name).unwrap_or(NOBODY)),
         };
-        (state.slice_length, state.route) = (slice_length, route);
+        (state.slice_length, state.route, state.keyed) = (slice_length, route, keyed);
     }
 }
 

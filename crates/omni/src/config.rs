@@ -57,7 +57,7 @@ pub enum Protocol {
     Tcp,
     /// Shared memory and nothing else.
     Shm,
-    /// RDMA, which is not built in: no connector can be built with it.
+    /// RDMA and nothing else. It needs the feature `rdma`.
     Rdma,
 }
 
@@ -338,6 +338,13 @@ impl ConnectorConfig {
                 accepted,
             ));
         }
+        #[cfg(feature = "rdma")]
+        if self.protocol == Protocol::Rdma {
+            if let Some(rdma) = &mut config.rdma {
+                rdma.devices = devices;
+            }
+            return Ok(config);
+        }
         config.interfaces(devices)
     }
 
@@ -388,11 +395,13 @@ impl ConnectorConfig {
     fn carrier(&self) -> Result<TransportChoice> {
         let required = match self.protocol {
             Protocol::Auto => return Ok(self.transport.clone()),
-            Protocol::Rdma => {
+            Protocol::Rdma if !cfg!(feature = "rdma") => {
                 return Err(Error::new(ErrorKind::Unsupported, "protocol is rdma: RDMA is not built in")
-                    .with_advice("auto, tcp and shm are"));
+                    .with_advice("build with the feature rdma, or take auto, tcp or shm"));
             }
-            Protocol::Tcp | Protocol::Shm => TransportChoice::Require(self.protocol.to_string()),
+            Protocol::Tcp | Protocol::Shm | Protocol::Rdma => {
+                TransportChoice::Require(self.protocol.to_string())
+            }
         };
         if self.transport == TransportChoice::Auto || self.transport == required {
             return Ok(required);

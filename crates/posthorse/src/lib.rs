@@ -62,6 +62,8 @@ pub mod transport {
         RegisteredRegion, RemoteKey, RequestHandler, Slice, SliceError, Transport, TransportContext,
         TransportEvents,
     };
+    #[cfg(feature = "rdma")]
+    pub use posthorse_rdma::{RdmaConfig, RdmaTransport};
     #[cfg(feature = "shm")]
     pub use posthorse_shm::{HOST_ID_VARIABLE, ShmConfig, ShmTransport};
     #[cfg(feature = "tcp")]

@@ -63,6 +63,9 @@ pub(crate) enum Choice {
     Shm,
     /// TCP or nothing
     Tcp,
+    /// RDMA or nothing
+    #[cfg(feature = "rdma")]
+    Rdma,
 }
 
 impl Choice {
@@ -71,6 +74,8 @@ impl Choice {
             Self::Auto => "auto",
             Self::Shm => "shm",
             Self::Tcp => "tcp",
+            #[cfg(feature = "rdma")]
+            Self::Rdma => "rdma",
         }
     }
 }

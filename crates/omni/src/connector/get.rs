@@ -274,9 +274,13 @@ impl Inner {
                 };
                 let checksum = self.config.checksum.max(offered.checksum);
                 let options = SubmitOptions { deadline: get.deadline, checksum };
-                let inner = Arc::clone(self);
+                let (inner, held) = (Arc::clone(self), self.engine.hold(&segment, grant));
                 // A get that is dropped meanwhile ends when the producer's memory is read no more.
-                let read = move || inner.read(slot, request, options).map(|buffer| (buffer, claim));
+                let read = move || {
+                    let read = inner.read(slot, request, options).map(|buffer| (buffer, claim));
+                    drop(held);
+                    read
+                };
                 self.blocking(blocking, get.deadline, "the payload's bytes", read).await??
             }
             (Want::Read, ..) => {

@@ -357,7 +357,9 @@ impl Inner {
         };
         let requests: Vec<_> = stored.ranges(self.pool_range).into_iter().map(request).collect();
         let mut batch = self.engine.batch();
+        let held = self.engine.hold(segment, grant);
         batch.submit(&requests, SubmitOptions { deadline, checksum })?;
+        drop(held);
         let batch = Arc::new(batch);
         let goes_on = self.state.lock().writing(id, &batch);
         if !goes_on {

@@ -103,11 +103,11 @@ impl RdmaConfig {
             if (low..=high).contains(&value) {
                 return Ok(());
             }
-            Err(Error::invalid_config(&format!("rdma.{key}"), value, &format!("{low} to {high}")))
+            Err(Error::invalid_config(key, value, &format!("{low} to {high}")))
         };
         within("port", self.port.into(), 1, 255)?;
         if ![256, 512, 1024, 2048, 4096].contains(&self.mtu) {
-            return Err(Error::invalid_config("rdma.mtu", self.mtu, "256, 512, 1024, 2048 or 4096"));
+            return Err(Error::invalid_config("mtu", self.mtu, "256, 512, 1024, 2048 or 4096"));
         }
         within("queue_pairs", self.queue_pairs as u64, 1, 8)?;
         within("queue_depth", self.queue_depth as u64, 1, 4096)?;
@@ -122,7 +122,7 @@ impl RdmaConfig {
         within("retry_after_ms", self.retry_after_ms, 10, 60_000)?;
         within("max_served", self.max_served as u64, 1, 1 << 20)?;
         if let Some(empty) = self.devices.iter().find(|name| name.is_empty()) {
-            return Err(Error::invalid_config("rdma.devices", format_args!("{empty:?}"), "names of devices"));
+            return Err(Error::invalid_config("devices", format_args!("{empty:?}"), "names of devices"));
         }
         Ok(())
     }
@@ -172,7 +172,7 @@ mod tests {
             let config: RdmaConfig = serde_json::from_value(all).unwrap();
             let error = config.validate().unwrap_err();
             assert_eq!(error.kind(), ErrorKind::InvalidConfig);
-            assert!(error.to_string().starts_with(&format!("rdma.{key} is ")), "{error}");
+            assert!(error.to_string().starts_with(&format!("{key} is ")), "{error}");
         }
         assert!(serde_json::from_value::<RdmaConfig>(json!({ "quue_depth": 1 })).is_err());
     }

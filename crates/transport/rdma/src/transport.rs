@@ -58,6 +58,16 @@ struct Published {
 }
 
 impl RdmaTransport {
+    /// A transport over the devices of this host.
+    ///
+    /// # Errors
+    /// `Unsupported` where there is no library for them; as [`RdmaTransport::with_verbs`].
+    #[cfg(feature = "rdma")]
+    pub fn new(config: RdmaConfig) -> Result<Self> {
+        config.validate()?;
+        Self::with_verbs(config, Arc::new(crate::system::SystemVerbs::new()?))
+    }
+
     /// A transport over these devices. It does nothing before it is started.
     ///
     /// # Errors
