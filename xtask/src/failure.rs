@@ -13,6 +13,8 @@ pub(crate) enum Failure {
     Usage(String),
     /// A command that was run ended with this status, and has said why itself.
     Status(u8),
+    /// It ends with this status, for this reason.
+    Because(u8, String),
     /// This host lacks what the command needs. Status 3.
     Unavailable(String),
 }
@@ -22,7 +24,10 @@ impl Failure {
     pub(crate) fn message(&self) -> Option<&str> {
         match self {
             Self::Reported | Self::Status(_) => None,
-            Self::Check(message) | Self::Usage(message) | Self::Unavailable(message) => Some(message),
+            Self::Check(message)
+            | Self::Usage(message)
+            | Self::Because(_, message)
+            | Self::Unavailable(message) => Some(message),
         }
     }
 
@@ -32,7 +37,7 @@ impl Failure {
             Self::Reported | Self::Check(_) => 1,
             Self::Usage(_) => 2,
             Self::Unavailable(_) => 3,
-            Self::Status(status) => *status,
+            Self::Status(status) | Self::Because(status, _) => *status,
         })
     }
 }

@@ -8,6 +8,7 @@ mod process;
 mod product;
 mod test;
 mod tidy;
+mod vm;
 mod workspace;
 
 use std::ffi::OsString;
@@ -57,6 +58,11 @@ enum Command {
         #[arg(long, value_name = "PATH")]
         manifest_path: Option<PathBuf>,
     },
+    /// Run a command in a throw-away virtual machine with RDMA devices in software
+    ///
+    /// The command sees this host's file system and environment. Exit status: the command's own; 124 where the time limit has
+    /// passed, 125 where the machine failed, 2 for wrong usage, 3 where this host lacks what it needs.
+    Vm(vm::Options),
 }
 
 /// What is handed to the command as it is, `--help` too.
@@ -73,6 +79,7 @@ fn main() -> ExitCode {
         Command::Soak(args) => product::run("soak", &args.arguments),
         Command::Test { all } => test::run(all),
         Command::Fuzz { target, duration } => fuzz::run(target.as_deref(), duration),
+        Command::Vm(options) => vm::run(options),
         Command::CheckLayers { manifest_path } => layers::run(manifest_path.as_deref()),
     };
     match outcome {
