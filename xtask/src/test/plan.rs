@@ -135,6 +135,7 @@ pub(super) fn steps(metadata: &Metadata, all: bool) -> Vec<Step> {
         steps.push(step("examples", "cargo build --quiet --workspace --examples"));
         steps.extend(benches(metadata));
         steps.push(fuzz(metadata));
+        steps.push(vm());
     }
     steps
 }
@@ -236,6 +237,23 @@ fn fuzz(metadata: &Metadata) -> Step {
     commands("fuzz", vec![clippy.with("CARGO_TARGET_DIR", folder.as_str())])
         .needing(Need::new("cargo clippy --version", "clippy is not installed"))
         .needing(Need::new("c++ --version", "there is no C++ compiler for libFuzzer"))
+}
+
+/// What `vm` promises, in machines that are booted for it.
+fn vm() -> Step {
+    let test = "cargo test --quiet --package xtask --features vm-tests --test vm -- --test-threads=2";
+    step("vm", test)
+        .counting(Count::Libtest)
+        .needing(Need::new("qemu-system-x86_64 --version", "there is no QEMU (qemu-system-x86)"))
+        .needing(Need::new("busybox true", "there is no busybox (busybox-static)"))
+        .needing(Need::new("xz --version", "there is no xz (xz-utils)"))
+        .needing(Need::new("zstd --version", "there is no zstd (zstd)"))
+        .needing(Need::new("setpriv --version", "there is no setpriv (util-linux)"))
+        .needing(Need::new("test -x /usr/bin/ibv_rc_pingpong", "there is no ibv_rc_pingpong (ibverbs-utils)"))
+        .needing(Need::new(
+            "apt-cache show linux-image-amd64",
+            "apt-get knows no kernel to fetch: the host is no Debian, or `apt-get update` was never run",
+        ))
 }
 
 fn cargo_deny() -> Need {

@@ -32,7 +32,7 @@ pub(crate) struct Options {
     #[arg(long, default_value_t = 0, value_name = "N")]
     pub(super) hugepages: u32,
     /// Seconds that all may take, boot included
-    #[arg(long, default_value_t = 600, value_name = "S", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, default_value_t = 600, overrides_with = "timeout", value_name = "S", value_parser = clap::value_parser!(u32).range(1..))]
     pub(super) timeout: u32,
     /// A folder in which COMMAND may write on the host; what it writes elsewhere is lost
     #[arg(long, value_name = "DIR")]
