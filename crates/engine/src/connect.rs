@@ -264,9 +264,10 @@ impl Inner {
             paths.iter().for_each(|path| transport.disconnect(path.id));
             return Err(error);
         }
+        let several = paths.len() > 1;
         let entries = paths.into_iter().map(|info| {
             let transport = Arc::clone(&transport);
-            self.paths.insert(|number| PathEntry::new(number, peer.id, id, transport, info))
+            self.paths.insert(|number| PathEntry::new(number, peer.id, id, transport, info, several))
         });
         Ok(entries.collect())
     }

@@ -4,6 +4,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use arrayvec::ArrayVec;
 use posthorse_core::{
@@ -13,10 +14,17 @@ use posthorse_core::{
 use crate::engine::Inner;
 use crate::path::{Full, PathEntry, Run};
 use crate::peer::Decision;
+use crate::rails::{Rail, best};
 use crate::submission::{Doom, Prepared, Submission};
 
 /// Slices per call of a transport.
 const CHUNK: usize = 64;
+
+/// Into how many parts for each rail a run is divided.
+const PARTS: usize = 8;
+
+/// Slices that a rail takes at once of what waits.
+const STOLEN: u32 = 4;
 
 impl Inner {
     /// Sends pieces of a submission, each run of one peer and route along the best path.
@@ -58,7 +66,11 @@ impl Inner {
                     if let Some(transport) = again {
                         self.connect(peer, transport);
                     }
-                    self.offer(&path, first.priority, run);
+                    if path.is_rail() {
+                        self.spread(&peer.rails(path.transport_id), &path, first.priority, run);
+                    } else {
+                        self.offer(&path, first.priority, run);
+                    }
                 }
                 Decision::Connect(transport) => {
                     peer.wait_for_path(run);
@@ -75,9 +87,55 @@ impl Inner {
         if route == Route::Auto { self.default_route() } else { route }
     }
 
+    /// Divides a run among rails, each part to the one that is expected to be done with it first. `chosen` is one of them.
+    fn spread(
+        self: &Arc<Self>,
+        rails: &[Arc<PathEntry>],
+        chosen: &Arc<PathEntry>,
+        priority: Priority,
+        run: Run,
+    ) {
+        let now = Instant::now();
+        let mut standing: Vec<Rail> = rails.iter().map(|rail| rail.standing(now)).collect();
+        let Run { submission, mut pieces } = run;
+        // Parts that are small against the whole, and not too many.
+        let most = (pieces.len() / (PARTS * rails.len().max(1))).clamp(1, CHUNK) as u32;
+        while !pieces.is_empty() {
+            let end = pieces.end.min(pieces.start + most);
+            let part = Run { submission: Arc::clone(&submission), pieces: pieces.start..end };
+            pieces.start = end;
+            let bytes = part.bytes();
+            let at = best(&standing, bytes);
+            if let Some(rail) = standing.get_mut(at) {
+                rail.loaded += bytes;
+            }
+            self.offer(rails.get(at).unwrap_or(chosen), priority, part);
+        }
+    }
+
+    /// Gives a rail on which something has arrived more to do: what waits for it, else what waits for another.
+    pub(crate) fn keep_busy(self: &Arc<Self>, path: &Arc<PathEntry>) {
+        if path.has_queue() {
+            return self.pump(path);
+        }
+        if path.under_way() > 0 || !path.is_up() {
+            return;
+        }
+        let Some(peer) = self.peers.by_id(path.peer) else { return };
+        let rails = peer.rails(path.transport_id);
+        let others = rails.iter().filter(|other| other.number != path.number && other.has_queue());
+        let Some(other) = others.max_by_key(|other| other.queued_bytes()) else { return };
+        if let Some((place, run)) = other.take(STOLEN, Full::default())
+            && let Some(rest) = self.send(path, run, || true)
+        {
+            other.put_back(place, rest, &mut Full::default());
+            self.pump(other);
+        }
+    }
+
     /// Sends a run along a path, and queues what finds no room.
     fn offer(self: &Arc<Self>, path: &Arc<PathEntry>, priority: Priority, run: Run) {
-        if let Some(rest) = self.send(path, run, || !path.has_queue()) {
+        if let Some(rest) = self.send(path, run, || !path.has_queue() && path.has_window()) {
             path.queue(priority, &rest);
             self.pump(path);
         }
@@ -92,7 +150,10 @@ impl Inner {
         while path.has_queue() && !path.pumping.swap(true, Ordering::SeqCst) {
             let heard = path.rings.load(Ordering::SeqCst);
             let mut full = Full::default();
-            while let Some((place, run)) = path.take(CHUNK as u32, full) {
+            while path.has_window()
+                && let Some((place, run)) =
+                    path.take(if path.is_rail() { STOLEN } else { CHUNK as u32 }, full)
+            {
                 if let Some(rest) = self.send(path, run, || true) {
                     path.put_back(place, rest, &mut full);
                 }
@@ -192,7 +253,7 @@ impl Inner {
             }
         };
         for slice in slices.get(accepted..).unwrap_or_default() {
-            path.arrived(slice.local.len());
+            path.ended(slice.local.len(), false);
             submission.unpost(slice.token as u32);
         }
         run.pieces.start += accepted as u32;

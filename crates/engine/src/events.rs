@@ -44,6 +44,11 @@ impl TransportEvents for Sink {
                 None => tracing::error!(token, "a transport completed a slice that is not in flight"),
             }
         }
+        // A transport reports those of one path together.
+        if let Some(path) = along.filter(|path| path.is_rail()) {
+            path.measure();
+            engine.keep_busy(&path);
+        }
     }
 
     fn writable(&self, path: PathId) {
@@ -91,7 +96,7 @@ impl Inner {
             *along = self.paths.get(ended.path);
         }
         if let (Some(cut), Some(path)) = (cut, along) {
-            path.arrived(cut.len);
+            path.ended(cut.len, result.is_ok());
         }
         let Err(SliceError { error, far_end }) = result else {
             return self.end_piece(submission, piece, Ok(()));

@@ -39,6 +39,8 @@ mod peers;
 #[cfg(not(loom))]
 mod plan;
 #[cfg(not(loom))]
+mod rails;
+#[cfg(not(loom))]
 mod regions;
 #[cfg(not(loom))]
 mod retry;

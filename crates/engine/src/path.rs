@@ -4,12 +4,14 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::time::Instant;
 
 use parking_lot::{Mutex, RwLock};
 use posthorse_core::{
     Error, ErrorKind, Grants, Path, PathId, PathState, Priority, SegmentId, Transport, TransportId,
 };
 
+use crate::rails::{Meter, Rail};
 use crate::submission::Submission;
 
 /// Some consecutive pieces of a submission.
@@ -35,11 +37,22 @@ pub(crate) struct PathEntry {
     pub(crate) watched: AtomicBool,
     reason: Mutex<Option<Error>>,
     under_way: AtomicU64,
+    /// Whether it is one of several of its transport to the peer, and what it carries then.
+    rail: Option<Metered>,
     queue: Mutex<Queue>,
     queued: AtomicUsize,
+    queued_bytes: AtomicU64,
     /// How often the transport said that there is room, or somebody queued more.
     pub(crate) rings: AtomicU64,
     pub(crate) pumping: AtomicBool,
+}
+
+/// What a rail carries.
+#[derive(Debug)]
+struct Metered {
+    meter: Mutex<Meter>,
+    /// Bytes that arrived and were not yet told to the meter.
+    untold: AtomicU64,
 }
 
 /// What waits for room on a path.
@@ -83,6 +96,15 @@ pub(crate) struct Place {
     number: u64,
 }
 
+impl Run {
+    /// The bytes of its pieces.
+    pub(crate) fn bytes(&self) -> u64 {
+        let Range { start, end } = self.pieces;
+        let pieces = self.submission.work.pieces.get(start as usize..end as usize).unwrap_or_default();
+        pieces.iter().map(|piece| piece.len).sum()
+    }
+}
+
 impl PathEntry {
     pub(crate) fn new(
         number: u64,
@@ -90,6 +112,7 @@ impl PathEntry {
         transport_id: TransportId,
         transport: Arc<dyn Transport>,
         info: Path,
+        is_rail: bool,
     ) -> Self {
         let reason = match &info.state {
             PathState::Up => None,
@@ -106,8 +129,13 @@ impl PathEntry {
             watched: AtomicBool::new(false),
             reason: Mutex::new(reason),
             under_way: AtomicU64::new(0),
+            rail: is_rail.then(|| Metered {
+                meter: Mutex::new(Meter::new(Instant::now())),
+                untold: AtomicU64::new(0),
+            }),
             queue: Mutex::default(),
             queued: AtomicUsize::new(0),
+            queued_bytes: AtomicU64::new(0),
             rings: AtomicU64::new(0),
             pumping: AtomicBool::new(false),
         }
@@ -147,11 +175,55 @@ impl PathEntry {
     }
 
     pub(crate) fn departed(&self, bytes: u64) {
-        self.under_way.fetch_add(bytes, Ordering::Relaxed);
+        let before = self.under_way.fetch_add(bytes, Ordering::Relaxed);
+        if before == 0
+            && let Some(rail) = &self.rail
+        {
+            rail.meter.lock().begin(Instant::now());
+        }
     }
 
-    pub(crate) fn arrived(&self, bytes: u64) {
+    /// Bytes that were under way are so no more; whether they arrived, a rail's meter wants to know.
+    pub(crate) fn ended(&self, bytes: u64, arrived: bool) {
         self.under_way.fetch_sub(bytes, Ordering::Relaxed);
+        if arrived && let Some(rail) = &self.rail {
+            rail.untold.fetch_add(bytes, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether it is one of several of its transport to the peer.
+    pub(crate) const fn is_rail(&self) -> bool {
+        self.rail.is_some()
+    }
+
+    /// Tells a rail's meter what has arrived.
+    pub(crate) fn measure(&self) {
+        if let Some(rail) = &self.rail {
+            let mut meter = rail.meter.lock();
+            let bytes = rail.untold.swap(0, Ordering::Relaxed);
+            if bytes > 0 {
+                meter.arrived(bytes, Instant::now());
+            }
+        }
+    }
+
+    /// How it stands as one of several rails.
+    pub(crate) fn standing(&self, now: Instant) -> Rail {
+        let under_way = self.under_way();
+        let loaded = under_way + self.queued_bytes.load(Ordering::Relaxed);
+        let meter = self.rail.as_ref().map_or_else(|| Meter::new(now), |rail| *rail.meter.lock());
+        meter.rail(loaded, under_way, self.info.bandwidth, now)
+    }
+
+    /// Whether more may be sent along it now. Of several rails none has so much under way that it could not be had back
+    /// soon.
+    pub(crate) fn has_window(&self) -> bool {
+        self.rail.as_ref().is_none_or(|rail| rail.meter.lock().has_window(self.under_way()))
+    }
+
+    /// Bytes that wait for it.
+    pub(crate) fn queued_bytes(&self) -> u64 {
+        self.queued_bytes.load(Ordering::Relaxed)
     }
 
     /// Whether something waits for room, so that newcomers have to queue too.
@@ -229,6 +301,10 @@ impl PathEntry {
         let result = work(&mut queue);
         let queued = queue.runs.values().map(VecDeque::len).sum();
         self.queued.store(queued, Ordering::SeqCst);
+        if self.is_rail() {
+            let bytes = queue.runs.values().flatten().map(|(_, run)| run.bytes()).sum();
+            self.queued_bytes.store(bytes, Ordering::Relaxed);
+        }
         result
     }
 }

@@ -276,6 +276,14 @@ impl Peer {
         }
     }
 
+    /// The paths of a transport that are up.
+    pub(crate) fn rails(&self, transport: TransportId) -> Vec<Arc<PathEntry>> {
+        let reaches = self.reaches.lock();
+        let state = reaches.iter().find(|state| state.transport == transport);
+        let Some(State { how: How::Connected(entries), .. }) = state else { return Vec::new() };
+        entries.iter().filter(|entry| entry.is_up()).cloned().collect()
+    }
+
     /// Begins to connect a transport, unless that is under way or done. The paths it had are returned, to be
     /// given up.
     pub(crate) fn begin_connecting(&self, transport: TransportId) -> Option<Vec<Arc<PathEntry>>> {
@@ -467,7 +475,7 @@ mod tests {
             state: PathState::Up,
         };
         let memory: Arc<dyn Transport> = MemoryHub::new().transport();
-        Arc::new(PathEntry::new(1, SegmentId(1), transport, memory, info))
+        Arc::new(PathEntry::new(1, SegmentId(1), transport, memory, info, false))
     }
 
     #[test]

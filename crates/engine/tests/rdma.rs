@@ -161,3 +161,39 @@ fn where_rdma_is_required_the_reason_is_said() {
     assert!(error.to_string().contains("acknowledge") || error.to_string().contains("down"), "{error}");
     let _ = Deadline::NEVER;
 }
+
+/// Moves 32 MiB in slices of 64 KiB, and says how many bytes each of host a's rails has carried since the test began.
+fn spread(hosts: &Hosts, rounds: usize) -> Vec<u64> {
+    const LARGE: usize = 8 << 20;
+    let (_here, ours) = filled(&hosts.a, 1, LARGE, Access::None);
+    let (there, theirs) = filled(&hosts.b, 2, LARGE, Access::Write);
+    let b = hosts.a.open("b", soon()).unwrap();
+    for _ in 0..rounds {
+        let mut batch = hosts.a.batch();
+        let request = request(Opcode::Write, ours.at(0), b.id(), theirs.address(), LARGE as u64);
+        batch.submit(&[request], SubmitOptions { deadline: soon(), ..SubmitOptions::default() }).unwrap();
+        batch.wait(soon()).unwrap();
+    }
+    assert!(holds(&there, 1, LARGE));
+    ["a0", "a1"].iter().map(|device| hosts.fabric.carried(device)).collect()
+}
+
+#[test]
+fn rails_carry_what_they_can() {
+    let hosts = Hosts::new(2, false);
+    for (rates, expected) in [([40 << 20, 40 << 20], 0.5), ([40 << 20, 20 << 20], 2.0 / 3.0)] {
+        for (device, rate) in ["a0", "a1"].into_iter().zip(rates) {
+            hosts.fabric.set_rate(device, rate);
+        }
+        // What was measured before is forgotten meanwhile.
+        let before = spread(&hosts, 2);
+        let after = spread(&hosts, 4);
+        let carried: Vec<f64> =
+            after.iter().zip(&before).map(|(after, before)| (after - before) as f64).collect();
+        let share = carried[0] / (carried[0] + carried[1]);
+        assert!(
+            (share / expected - 1.0).abs() < 0.15,
+            "{rates:?}: {share} of {carried:?}; expected: {expected}"
+        );
+    }
+}

@@ -243,6 +243,7 @@ impl Core {
             None => Status::RemoteAccess,
             Some(None) => Status::LocalProtection,
             Some(Some(())) => {
+                self.wire.carried.fetch_add(request.len.into(), std::sync::atomic::Ordering::Relaxed);
                 let rate = self.wire.state.lock().rate;
                 if rate > 0 {
                     std::thread::sleep(Duration::from_secs_f64(f64::from(request.len) / rate as f64));

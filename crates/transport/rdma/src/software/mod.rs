@@ -21,7 +21,7 @@ mod queue_pairs;
 use std::collections::HashMap;
 use std::fmt;
 use std::net::Ipv6Addr;
-use std::sync::atomic::{AtomicU16, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -57,6 +57,8 @@ pub(crate) struct Wire {
     pub(crate) gid: Gid,
     pub(crate) name: String,
     pub(crate) state: Mutex<WireState>,
+    /// Bytes that its device has moved.
+    pub(crate) carried: AtomicU64,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -102,7 +104,8 @@ impl Fabric {
                 reads: 16,
             };
             let state = WireState { cut: false, rate: 0, limits, refuses_memory: false };
-            let wire = Arc::new(Wire { gid, name: (*name).to_owned(), state: Mutex::new(state) });
+            let carried = AtomicU64::new(0);
+            let wire = Arc::new(Wire { gid, name: (*name).to_owned(), state: Mutex::new(state), carried });
             self.net.ports.write().insert(gid, Arc::clone(&wire));
             wire
         });
@@ -132,6 +135,13 @@ impl Fabric {
     /// Has the devices of this name refuse memory, or take it again.
     pub fn refuse_memory(&self, device: &str, refuse: bool) {
         self.change(device, |state| state.refuses_memory = refuse);
+    }
+
+    /// How many bytes the devices of this name have moved at the request of their host.
+    pub fn carried(&self, device: &str) -> u64 {
+        let ports = self.net.ports.read();
+        let named = ports.values().filter(|wire| wire.name == device);
+        named.map(|wire| wire.carried.load(Ordering::Relaxed)).sum()
     }
 
     /// How long a packet that is not acknowledged is sent again.
