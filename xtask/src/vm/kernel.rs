@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use crate::failure::Failure;
-use crate::process;
+use crate::{process, workspace};
 
 use super::needs::Programs;
 use super::{image, modules, options};
@@ -30,8 +30,8 @@ pub(super) struct Kernel {
     pub(super) modules: PathBuf,
 }
 
-/// The kernel of the package `wanted`, from the cache if it is there. `target` is the workspace's build folder.
-pub(super) fn get(wanted: Option<&str>, target: &Path, programs: &Programs) -> Result<Kernel, Failure> {
+/// The kernel of the package `wanted`, from the cache if it is there.
+pub(super) fn get(wanted: Option<&str>, programs: &Programs) -> Result<Kernel, Failure> {
     let named = match (wanted, env::var(PACKAGE_VARIABLE)) {
         (Some(package), _) => Some(package.to_owned()),
         (None, Ok(package)) => {
@@ -41,9 +41,13 @@ pub(super) fn get(wanted: Option<&str>, target: &Path, programs: &Programs) -> R
         (None, Err(_)) => None,
     };
     let candidates: Vec<&str> = named.as_deref().map_or_else(|| PACKAGES.to_vec(), |name| vec![name]);
-    let cache = env::var_os(CACHE_VARIABLE).map_or_else(|| target.join("vm"), PathBuf::from);
+    let cache = match env::var_os(CACHE_VARIABLE) {
+        Some(folder) => PathBuf::from(folder),
+        None => workspace::load(None)?.target_directory.join("vm").into(),
+    };
     let failed = |error: io::Error| Failure::Check(format!("the cache {}: {error}", cache.display()));
-    fs::create_dir_all(&cache).map_err(failed)?;
+    // The programs run in other folders.
+    let cache = fs::create_dir_all(&cache).and_then(|()| cache.canonicalize()).map_err(failed)?;
     // Of two runs at once one fetches, and the other one waits for it.
     let lock = File::create(cache.join("lock")).map_err(failed)?;
     lock.lock().map_err(failed)?;
@@ -51,12 +55,12 @@ pub(super) fn get(wanted: Option<&str>, target: &Path, programs: &Programs) -> R
     for package in candidates {
         let folder = cache.join(format!("{package}-{LAYOUT}"));
         if !folder.exists() {
-            match fetch(package, &cache, &folder, programs) {
-                Ok(()) => {}
-                Err(reason) => {
-                    reasons.push(reason);
-                    continue;
-                }
+            let building = cache.join("building");
+            if let Err(reason) = fetch(package, &building, &folder, programs) {
+                // What is left of it goes with the next attempt at the latest.
+                let _ = fs::remove_dir_all(&building);
+                reasons.push(format!("{package}: {reason}"));
+                continue;
             }
         }
         return Ok(Kernel { image: folder.join("vmlinux"), modules: folder.join("modules") });
@@ -64,13 +68,12 @@ pub(super) fn get(wanted: Option<&str>, target: &Path, programs: &Programs) -> R
     Err(Failure::Unavailable(format!("there is no kernel for a virtual machine: {}", reasons.join("; "))))
 }
 
-/// Makes `folder` with the kernel of `package`: all of it, or nothing.
-fn fetch(package: &str, cache: &Path, folder: &Path, programs: &Programs) -> Result<(), String> {
-    let failed = |error: io::Error| format!("{package}: {error}");
+/// Makes `folder` with the kernel of `package`, all of it or nothing, by way of the folder `building`.
+fn fetch(package: &str, building: &Path, folder: &Path, programs: &Programs) -> Result<(), String> {
+    let failed = |error: io::Error| format!("{}: {error}", building.display());
     // What a run that was killed has left goes first.
-    let building = cache.join("building");
     if building.exists() {
-        fs::remove_dir_all(&building).map_err(failed)?;
+        fs::remove_dir_all(building).map_err(failed)?;
     }
     let (download, root, kept) = (building.join("download"), building.join("root"), building.join("kept"));
     for made in [&download, &root, &kept] {
@@ -81,19 +84,20 @@ fn fetch(package: &str, cache: &Path, folder: &Path, programs: &Programs) -> Res
         command.env("PATH", &programs.path).env("LC_ALL", "C").current_dir(&download);
         command
     };
-    let real = real_package(package, &said(tool("apt-cache").args(["depends", package]))?);
+    let may_help = |why| format!("{why} (`apt-get update` may help)");
+    let depends = said(tool("apt-cache").args(["depends", package])).map_err(may_help)?;
+    let real = real_package(package, &depends);
     eprintln!("fetching the package {real}, once, for {}", folder.display());
-    let fetched = said(tool("apt-get").args(["--quiet", "download", &real]));
-    fetched.map_err(|why| format!("{why} (`apt-get update` may help)"))?;
-    let archive = only_entry(&download, "").map_err(failed)?;
+    said(tool("apt-get").args(["--quiet", "download", &real])).map_err(may_help)?;
+    let archive = only_entry(&download, "")?;
     said(tool("dpkg-deb").arg("--extract").arg(&archive).arg(&root))?;
-    unpack(&only_entry(&root.join("boot"), "vmlinuz-").map_err(failed)?, &kept.join("vmlinux"), tool)?;
-    let installed = only_entry(&root.join("lib/modules"), "").map_err(failed)?;
+    unpack(&only_entry(&root.join("boot"), "vmlinuz-")?, &kept.join("vmlinux"), tool)?;
+    let installed = only_entry(&root.join("lib/modules"), "")?;
     let version = installed.file_name().unwrap_or_default();
     said(tool("depmod").arg("--basedir").arg(&root).arg(version))?;
-    modules::keep(&installed, &kept.join("modules"), tool).map_err(|why| format!("{real}: {why}"))?;
+    modules::keep(&installed, &kept.join("modules"), tool)?;
     fs::rename(&kept, folder).map_err(failed)?;
-    fs::remove_dir_all(&building).map_err(failed)
+    fs::remove_dir_all(building).map_err(failed)
 }
 
 /// Unpacks the kernel within the bzImage at `from`.
@@ -136,20 +140,18 @@ fn real_package(package: &str, depends: &str) -> String {
 }
 
 /// The one entry of `folder` whose name begins with `start`.
-fn only_entry(folder: &Path, start: &str) -> io::Result<PathBuf> {
+fn only_entry(folder: &Path, start: &str) -> Result<PathBuf, String> {
+    let failed = |error: io::Error| format!("{}: {error}", folder.display());
     let mut found = Vec::new();
-    for entry in fs::read_dir(folder)? {
-        let entry = entry?;
+    for entry in fs::read_dir(folder).map_err(failed)? {
+        let entry = entry.map_err(failed)?;
         if entry.file_name().as_encoded_bytes().starts_with(start.as_bytes()) {
             found.push(entry.path());
         }
     }
     match <[PathBuf; 1]>::try_from(found) {
         Ok([path]) => Ok(path),
-        Err(found) => {
-            let what = format!("{} has {} entries {start}*, not one", folder.display(), found.len());
-            Err(io::Error::other(what))
-        }
+        Err(found) => Err(format!("{} has {} entries {start}*, not one", folder.display(), found.len())),
     }
 }
 
@@ -187,6 +189,17 @@ mod tests {
         assert_eq!(fs::read(&to).unwrap(), b"\x7fELF and so on");
         fs::write(&from, image(b"text")).unwrap();
         assert!(unpack(&from, &to, cat).unwrap_err().contains("vmlinuz: gzip -d -c"));
+    }
+
+    #[test]
+    fn of_several_entries_none_is_chosen() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("vmlinuz-1"), "").unwrap();
+        fs::write(dir.path().join("config-1"), "").unwrap();
+        assert_eq!(only_entry(dir.path(), "vmlinuz-"), Ok(dir.path().join("vmlinuz-1")));
+        assert!(only_entry(dir.path(), "").unwrap_err().ends_with(" has 2 entries *, not one"));
+        let absent = only_entry(&dir.path().join("boot"), "").unwrap_err();
+        assert!(absent.contains("/boot: No such file"), "{absent}");
     }
 
     #[test]

@@ -25,7 +25,6 @@ use std::path::Path;
 use std::time::Duration;
 
 use crate::failure::Failure;
-use crate::workspace;
 
 pub(crate) use options::Options;
 
@@ -45,8 +44,7 @@ const BROKEN: u8 = 125;
 pub(crate) fn run(options: Options) -> Result<(), Failure> {
     let options = options.checked()?;
     let programs = needs::find()?;
-    let target = workspace::load(None)?.target_directory;
-    let kernel = kernel::get(options.kernel.as_deref(), target.as_std_path(), &programs)?;
+    let kernel = kernel::get(options.kernel.as_deref(), &programs)?;
     let broken = |error: io::Error| Failure::Because(BROKEN, format!("the virtual machine: {error}"));
     // First, so that no signal leaves the folder behind.
     let watch = Watch::new().map_err(broken)?;
