@@ -14,15 +14,33 @@ use crate::failure::Failure;
 const PACKAGE: &str = "posthorse-cli";
 const PROGRAM: &str = "posthorse";
 
+/// Among a command's arguments, this has it run in a machine with RDMA devices.
+const IN_MACHINE: &str = "--vm";
+
 /// Runs `posthorse` with `command` and `arguments`; it has this process's input and output, and its status is passed
 /// on.
+///
+/// With `--vm` among the arguments it is built with the feature `rdma`, and runs in a machine of `vm`.
 pub(crate) fn run(command: &str, arguments: &[OsString]) -> Result<(), Failure> {
-    let program = build()?;
-    let status = Command::new(&program)
+    let mut arguments = arguments.to_vec();
+    let machine = arguments.iter().position(|argument| argument == IN_MACHINE);
+    let mut process = match machine {
+        Some(at) => {
+            arguments.remove(at);
+            let program = build(&["--features", "rdma"])?;
+            let own = std::env::current_exe()
+                .map_err(|error| Failure::Check(format!("find this program: {error}")))?;
+            let mut process = Command::new(own);
+            process.args(["vm", "--rails", "2", "--cpus", "2", "--timeout", "3600", "--"]).arg(program);
+            process
+        }
+        None => Command::new(build(&[])?),
+    };
+    let status = process
         .arg(command)
         .args(arguments)
         .status()
-        .map_err(|error| Failure::Check(format!("start {}: {error}", program.display())))?;
+        .map_err(|error| Failure::Check(format!("start {}: {error}", process.get_program().display())))?;
     passed_on(status)
 }
 
@@ -36,10 +54,10 @@ fn passed_on(status: ExitStatus) -> Result<(), Failure> {
 }
 
 /// Builds the program, and says where it is.
-fn build() -> Result<PathBuf, Failure> {
+fn build(more: &[&str]) -> Result<PathBuf, Failure> {
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     cargo.args(["build", "--release", "--package", PACKAGE, "--bin", PROGRAM]);
-    cargo.arg("--message-format=json-render-diagnostics").stdout(Stdio::piped());
+    cargo.args(more).arg("--message-format=json-render-diagnostics").stdout(Stdio::piped());
     let unavailable = |error| Failure::Unavailable(format!("cargo cannot be started: {error}"));
     let mut build = cargo.spawn().map_err(unavailable)?;
     let mut program = None;

@@ -136,6 +136,7 @@ pub(super) fn steps(metadata: &Metadata, all: bool) -> Vec<Step> {
         steps.extend(benches(metadata));
         steps.push(fuzz(metadata));
         steps.push(vm());
+        steps.extend(rdma_devices(metadata));
     }
     steps
 }
@@ -157,13 +158,8 @@ fn tests(nextest: bool) -> Step {
 fn rdma(metadata: &Metadata) -> [Step; 2] {
     let folder = metadata.target_directory.join("rdma");
     let of = |name, words: &str| {
-        commands(name, vec![Invocation::of(words).with("CARGO_TARGET_DIR", folder.as_str())])
-            .needing(Need::new(
-                "pkg-config --exists libibverbs librdmacm",
-                "the headers of libibverbs and librdmacm are not installed (libibverbs-dev, librdmacm-dev)",
-            ))
-            // What the bindings are made with looks for the library alone.
-            .needing(Need::new("grep -q libclang /etc/ld.so.cache", "there is no libclang (libclang-dev)"))
+        let invocation = Invocation::of(words).with("CARGO_TARGET_DIR", folder.as_str());
+        commands(name, vec![invocation]).needing_verbs()
     };
     let clippy = "cargo clippy --quiet --package posthorse-rdma --features rdma --all-targets -- -D warnings";
     let tests = "cargo test --quiet --package posthorse-rdma --features rdma --no-fail-fast \
@@ -242,18 +238,30 @@ fn fuzz(metadata: &Metadata) -> Step {
 /// What `vm` promises, in machines that are booted for it.
 fn vm() -> Step {
     let test = "cargo test --quiet --package xtask --features vm-tests --test vm -- --test-threads=2";
-    step("vm", test)
-        .counting(Count::Libtest)
-        .needing(Need::new("qemu-system-x86_64 --version", "there is no QEMU (qemu-system-x86)"))
-        .needing(Need::new("busybox true", "there is no busybox (busybox-static)"))
-        .needing(Need::new("xz --version", "there is no xz (xz-utils)"))
-        .needing(Need::new("zstd --version", "there is no zstd (zstd)"))
-        .needing(Need::new("setpriv --version", "there is no setpriv (util-linux)"))
-        .needing(Need::new("test -x /usr/bin/ibv_rc_pingpong", "there is no ibv_rc_pingpong (ibverbs-utils)"))
-        .needing(Need::new(
-            "apt-cache show linux-image-amd64",
-            "apt-get knows no kernel to fetch: the host is no Debian, or `apt-get update` was never run",
-        ))
+    step("vm", test).counting(Count::Libtest).needing_machines()
+}
+
+/// The tests of what needs RDMA devices, and the demo over RDMA, each in a machine of `vm` that is booted for it.
+fn rdma_devices(metadata: &Metadata) -> [Step; 2] {
+    let folder = metadata.target_directory.join("rdma");
+    let xtask = std::env::current_exe().unwrap_or_else(|_| "xtask".into());
+    let runner = format!("{} vm --hosts 2 --rails 2 --cpus 2 --timeout 900 --", xtask.display());
+    // The only architecture for which there are machines.
+    let in_machine = |words: &str| {
+        Invocation::of(words)
+            .with("CARGO_TARGET_DIR", folder.as_str())
+            .with("CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER", &runner)
+    };
+    let tests = "cargo test --quiet --no-fail-fast --package posthorse-rdma --package posthorse-engine \
+                 --features posthorse-rdma/rdma,posthorse-engine/rdma \
+                 --test verbs --test leaks --test devices --test rdma_vm";
+    let demo = "cargo run --quiet --package posthorse-cli --features rdma -- \
+                demo --transport rdma --size 4MiB --count 2";
+    [
+        commands("rdma-devices", vec![in_machine(tests)]).counting(Count::Libtest),
+        commands("rdma-demo", vec![in_machine(demo)]),
+    ]
+    .map(|step| step.needing_verbs().needing_machines())
 }
 
 fn cargo_deny() -> Need {
@@ -276,6 +284,33 @@ impl Step {
     fn needing(mut self, need: Need) -> Self {
         self.needs.push(need);
         self
+    }
+
+    /// What the feature `rdma` is built with.
+    fn needing_verbs(self) -> Self {
+        self.needing(Need::new(
+            "pkg-config --exists libibverbs librdmacm",
+            "the headers of libibverbs and librdmacm are not installed (libibverbs-dev, librdmacm-dev)",
+        ))
+        // What the bindings are made with looks for the library alone.
+        .needing(Need::new("grep -q libclang /etc/ld.so.cache", "there is no libclang (libclang-dev)"))
+    }
+
+    /// What `vm` needs.
+    fn needing_machines(self) -> Self {
+        self.needing(Need::new("qemu-system-x86_64 --version", "there is no QEMU (qemu-system-x86)"))
+            .needing(Need::new("busybox true", "there is no busybox (busybox-static)"))
+            .needing(Need::new("xz --version", "there is no xz (xz-utils)"))
+            .needing(Need::new("zstd --version", "there is no zstd (zstd)"))
+            .needing(Need::new("setpriv --version", "there is no setpriv (util-linux)"))
+            .needing(Need::new(
+                "test -x /usr/bin/ibv_rc_pingpong",
+                "there is no ibv_rc_pingpong (ibverbs-utils)",
+            ))
+            .needing(Need::new(
+                "apt-cache show linux-image-amd64",
+                "apt-get knows no kernel to fetch: the host is no Debian, or `apt-get update` was never run",
+            ))
     }
 
     fn counting(mut self, count: Count) -> Self {

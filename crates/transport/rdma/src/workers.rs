@@ -96,20 +96,21 @@ impl Shared {
         let mut idle_since = Instant::now();
         loop {
             let now = Instant::now();
-            if let Some(due) = state.later.iter().position(|(at, _)| *at <= now) {
-                let (_, job) = state.later.swap_remove(due);
-                state.now.push_back(job);
-            }
-            if let Some(job) = state.now.pop_front() {
+            let due = state.later.iter().position(|(at, _)| *at <= now);
+            let job = match due {
+                Some(due) => Some(state.later.swap_remove(due).1),
+                None => state.now.pop_front().inspect(|_| idle_since = now),
+            };
+            if let Some(job) = job {
                 drop(state);
                 job();
                 state = self.state.lock();
-                idle_since = Instant::now();
                 continue;
             }
             let next = state.later.iter().map(|(at, _)| *at).min();
-            let bored = next.is_none() && now >= idle_since + IDLE;
-            if state.stopped || bored {
+            // One is enough to look at the clock.
+            let needed = next.is_some() && state.idle == 0;
+            if state.stopped || (!needed && now >= idle_since + IDLE) {
                 state.threads -= 1;
                 self.ended.notify_all();
                 return;
