@@ -40,7 +40,7 @@ impl Connection {
             let cause = cause.clone();
             state.phase = match &cause {
                 Cause::Refusal => Phase::Opening,
-                Cause::Failed(error) => Phase::Down(error.clone()),
+                Cause::Failed(error) => Phase::Ending(error.clone()),
                 Cause::GivenUp(error) => Phase::Over(error.clone()),
             };
             (cause, state.pairs.take())
@@ -68,7 +68,7 @@ impl Connection {
         {
             let mut state = self.state.lock();
             if !matches!(state.phase, Phase::Over(_)) {
-                state.phase = Phase::Down(error.clone());
+                state.phase = Phase::Ending(error.clone());
             }
         }
         tracing::info!(
@@ -80,6 +80,12 @@ impl Connection {
         );
         shared.path_changed(self.path(), &PathState::Down(error.clone()));
         self.end_all(shared, &error);
+        {
+            let mut state = self.state.lock();
+            if matches!(state.phase, Phase::Ending(_)) {
+                state.phase = Phase::Down(error);
+            }
+        }
         self.try_again_later(shared);
     }
 
@@ -151,8 +157,10 @@ impl Connection {
             Phase::Failing(Cause::Refusal | Cause::Failed(_)) => {
                 state.phase = Phase::Failing(Cause::GivenUp(error));
             }
+            // As above, by whoever is at it.
+            Phase::Ending(_) => state.phase = Phase::Over(error),
             Phase::Failing(Cause::GivenUp(_)) | Phase::Over(_) => {}
-            Phase::Opening | Phase::Down(_) => {
+            Phase::Opening | Phase::Trying(_) | Phase::Down(_) => {
                 state.phase = Phase::Over(error.clone());
                 drop(state);
                 // Whoever is making it finds it over; what waits in it ends here.

@@ -162,10 +162,11 @@ impl Connection {
     pub(crate) fn try_again(self: &Arc<Self>, shared: &Arc<Shared>) {
         {
             let mut state = self.state.lock();
-            if shared.is_stopped() || !matches!(state.phase, Phase::Down(_)) {
+            let Phase::Down(error) = &state.phase else { return };
+            if shared.is_stopped() {
                 return;
             }
-            state.phase = Phase::Opening;
+            state.phase = Phase::Trying(error.clone());
         }
         // The port may have another address by now.
         if let Err(error) = self.rail.choose_again(&shared.config, &[]) {
@@ -176,6 +177,10 @@ impl Connection {
             Ok(_) => {
                 tracing::info!(peer = &*self.target.peer, device = self.rail.name(), "a path is up again");
                 shared.path_changed(self.path(), &PathState::Up);
+                // It may have failed since, and whoever says so may have been faster.
+                if let Some(error) = self.down() {
+                    shared.path_changed(self.path(), &PathState::Down(error));
+                }
             }
             Err(error) if error.kind() == ErrorKind::PeerRestarted => {}
             Err(_) => self.try_again_later(shared),

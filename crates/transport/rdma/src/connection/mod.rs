@@ -80,8 +80,13 @@ enum Phase {
     Ready,
     /// Its queue pairs failed, and are about to be destroyed.
     Failing(Cause),
-    /// It is being made, or made again.
+    /// It is being made, or made again after a refusal.
     Opening,
+    /// It is tried again, after it was down for this reason.
+    Trying(Error),
+    /// It failed, and what was under way on it is being ended. Nobody makes it anew meanwhile: what is ended must not go out
+    /// again.
+    Ending(Error),
     /// It carries nothing. It is tried again, unless it was given up.
     Down(Error),
     /// Nobody wants it any more.
@@ -162,6 +167,8 @@ impl Connection {
                 return Ok(0);
             }
             Phase::Failing(Cause::Failed(error) | Cause::GivenUp(error))
+            | Phase::Trying(error)
+            | Phase::Ending(error)
             | Phase::Down(error)
             | Phase::Over(error) => return Err(error.clone()),
         }
@@ -447,6 +454,8 @@ impl Connection {
         match &self.state.lock().phase {
             Phase::Ready | Phase::Opening | Phase::Failing(Cause::Refusal) => None,
             Phase::Down(error)
+            | Phase::Ending(error)
+            | Phase::Trying(error)
             | Phase::Over(error)
             | Phase::Failing(Cause::Failed(error) | Cause::GivenUp(error)) => Some(error.clone()),
         }
