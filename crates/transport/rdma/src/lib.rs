@@ -13,6 +13,7 @@ mod regions;
 mod served;
 mod shared;
 pub mod software;
+pub mod sysfs;
 #[cfg(feature = "rdma")]
 mod system;
 mod transport;
