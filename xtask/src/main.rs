@@ -37,6 +37,9 @@ enum Command {
     /// Strain two processes with puts and gets for long: `posthorse soak`
     #[command(disable_help_flag = true)]
     Soak(Arguments),
+    /// Show what this host offers to transfers, and what mends its lacks: `posthorse doctor`
+    #[command(disable_help_flag = true)]
+    Doctor(Arguments),
     /// Run the checks and test suites that any Linux machine can run
     Test {
         /// Also run what needs more: loom models, Miri, examples, benchmarks
@@ -77,6 +80,7 @@ fn main() -> ExitCode {
         Command::Demo(args) => product::run("demo", &args.arguments),
         Command::Bench(args) => product::run("bench", &args.arguments),
         Command::Soak(args) => product::run("soak", &args.arguments),
+        Command::Doctor(args) => product::run("doctor", &args.arguments),
         Command::Test { all } => test::run(all),
         Command::Fuzz { target, duration } => fuzz::run(target.as_deref(), duration),
         Command::Vm(options) => vm::run(options),

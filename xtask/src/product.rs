@@ -1,4 +1,4 @@
-//! `demo`, `bench` and `soak`: builds the command `posthorse` in release mode, and runs it.
+//! `demo`, `bench`, `soak` and `doctor`: builds the command `posthorse` in release mode, and runs it.
 
 use std::ffi::OsString;
 use std::io::BufReader;

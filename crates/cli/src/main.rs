@@ -6,6 +6,7 @@ mod bench;
 mod channel;
 mod child;
 mod demo;
+mod doctor;
 mod outcome;
 mod pattern;
 mod soak;
@@ -52,10 +53,21 @@ enum Command {
     /// Strain two processes with puts and gets from many threads, and check every byte
     #[command(after_help = format!("{SOAK_EXAMPLES}\n\n{SIZE_AND_TIME_HELP}"))]
     Soak(soak::SoakArgs),
+    /// Show what this host offers to transfers, what its lack costs, and what mends it
+    #[command(after_help = DOCTOR_EXAMPLES)]
+    Doctor(doctor::DoctorArgs),
     /// The soak test's second process
     #[command(hide = true)]
     SoakConsumer,
 }
+
+const DOCTOR_EXAMPLES: &str = "Examples:
+  posthorse doctor                                 a report, grouped by area
+  posthorse doctor --json                          the same as one JSON array
+  posthorse doctor --require rdma,huge_pages       for scripts: status 1 unless both are ok
+
+Exit status: 0 nothing is limited that can be mended, or all that is required is ok; 1 otherwise; 2 wrong usage.
+The book's page Doctor explains the checks.";
 
 const SOAK_EXAMPLES: &str = "Examples:
   posthorse soak                                   a minute, 16 threads, 1 B to 64 MiB
@@ -91,6 +103,7 @@ fn run(command: &Command) -> Outcome {
         Command::DemoConsumer => demo::run_consumer(),
         Command::Bench(bench) => bench::run(bench),
         Command::Soak(args) => soak::run(args),
+        Command::Doctor(args) => doctor::run(args),
         Command::SoakConsumer => soak::run_consumer(),
     }
 }

@@ -470,3 +470,27 @@ fn soak_checks_every_byte_and_ends_with_whole_pools() {
         assert!(text.contains("every byte checked") && !text.starts_with("0 puts"), "{text}");
     }
 }
+
+#[test]
+fn doctor_says_the_same_to_people_and_programs_and_scripts() {
+    let json = output(&["doctor", "--json"]);
+    let checks: Vec<Value> = serde_json::from_slice(&json.stdout).unwrap();
+    let table = text(&output(&["doctor"]).stdout);
+    for check in &checks {
+        let mut found = keys(check);
+        found.sort_unstable();
+        assert_eq!(found, ["area", "costs", "found", "mend", "name", "state"]);
+        let (state, name) = (check["state"].as_str().unwrap(), check["name"].as_str().unwrap());
+        assert!(table.contains(&format!("  {state:<9}{name}: ")), "{name} {state}:\n{table}");
+        // Each status of its own.
+        let required = output(&["doctor", "--require", name]).status.code();
+        assert_eq!(required, Some(i32::from(state != "ok")), "{name} {state}");
+    }
+    let mendable = checks.iter().any(|check| check["state"] == "limited" && !check["mend"].is_null());
+    assert_eq!(json.status.code(), Some(i32::from(mendable)));
+    let wrong = output(&["doctor", "--require", "numa,nothing"]);
+    assert_eq!(wrong.status.code(), Some(2));
+    assert!(
+        wrong.stdout.is_empty() && text(&wrong.stderr).contains("--require is \"nothing\"; accepted: rdma, ")
+    );
+}
