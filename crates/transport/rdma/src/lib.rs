@@ -16,6 +16,7 @@ pub mod software;
 pub mod sysfs;
 #[cfg(feature = "rdma")]
 mod system;
+pub mod topology;
 mod transport;
 pub mod verbs;
 mod watch;
