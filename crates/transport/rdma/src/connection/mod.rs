@@ -328,7 +328,10 @@ impl Connection {
         let mut anything = false;
         let mut armed = false;
         loop {
-            let Some(polling) = self.polling.try_lock() else { return anything };
+            // Whoever is to arm the queue waits for its turn: those who help may stop at any time, and a queue that nobody
+            // armed is looked at by nobody.
+            let polling = if arm { Some(self.polling.lock()) } else { self.polling.try_lock() };
+            let Some(polling) = polling else { return anything };
             let Some(pairs) = self.state.lock().pairs.clone() else { return anything };
             let mut completions = [WorkCompletion::EMPTY; POLLED];
             let count = pairs.poll(&mut completions).unwrap_or_else(|error| {
