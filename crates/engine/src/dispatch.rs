@@ -12,19 +12,13 @@ use posthorse_core::{
 };
 
 use crate::engine::Inner;
-use crate::path::{Full, PathEntry, Run};
+use crate::path::{CHUNK, Full, PathEntry, Run};
 use crate::peer::Decision;
 use crate::rails::{Rail, best};
 use crate::submission::{Doom, Prepared, Submission};
 
-/// Slices per call of a transport.
-const CHUNK: usize = 64;
-
 /// Into how many parts for each rail a run is divided.
 const PARTS: usize = 8;
-
-/// Slices that a rail takes at once of what waits.
-const STOLEN: u32 = 4;
 
 impl Inner {
     /// Sends pieces of a submission, each run of one peer and route along the best path.
@@ -53,7 +47,8 @@ impl Inner {
             let same = |piece: u32| {
                 request(piece).is_some_and(|other| {
                     (other.peer, other.route, other.priority) == (first.peer, first.route, first.priority)
-                        && keyed.iter().all(|transport| lacks(first, transport) == lacks(other, transport))
+                        && (other.keys == first.keys
+                            || keyed.iter().all(|keyed| lacks(first, keyed) == lacks(other, keyed)))
                 })
             };
             let end = (start + 1..pieces.end).find(|piece| !same(*piece)).unwrap_or(pieces.end);
@@ -125,7 +120,7 @@ impl Inner {
         let rails = peer.rails(path.transport_id);
         let others = rails.iter().filter(|other| other.number != path.number && other.has_queue());
         let Some(other) = others.max_by_key(|other| other.queued_bytes()) else { return };
-        if let Some((place, run)) = other.take(STOLEN, Full::default())
+        if let Some((place, run)) = other.take(Full::default())
             && let Some(rest) = self.send(path, run, || true)
         {
             other.put_back(place, rest, &mut Full::default());
@@ -151,8 +146,7 @@ impl Inner {
             let heard = path.rings.load(Ordering::SeqCst);
             let mut full = Full::default();
             while path.has_window()
-                && let Some((place, run)) =
-                    path.take(if path.is_rail() { STOLEN } else { CHUNK as u32 }, full)
+                && let Some((place, run)) = path.take(full)
             {
                 if let Some(rest) = self.send(path, run, || true) {
                     path.put_back(place, rest, &mut full);

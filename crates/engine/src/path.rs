@@ -14,6 +14,9 @@ use posthorse_core::{
 use crate::rails::{Meter, Rail};
 use crate::submission::Submission;
 
+/// Slices per call of a transport.
+pub(crate) const CHUNK: usize = 64;
+
 /// Some consecutive pieces of a submission.
 #[derive(Debug, Clone)]
 pub(crate) struct Run {
@@ -67,14 +70,22 @@ struct Queue {
     last: u64,
 }
 
+const PAGE_BITS: u32 = 12;
+
 /// A class of lengths: all up to a page, and from there on those within a factor of two.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Class(u32);
 
 impl Class {
     fn of(len: u64) -> Self {
-        const PAGE_BITS: u32 = 12;
         Self(u64::BITS - (len.saturating_sub(1) >> PAGE_BITS).leading_zeros())
+    }
+
+    /// How many pieces of this class a rail takes at once of what waits: about so many bytes, yet several.
+    fn at_once(self) -> u32 {
+        const BYTES: u64 = 1 << 20;
+        let longest = 1_u64.checked_shl(PAGE_BITS + self.0).unwrap_or(u64::MAX);
+        (BYTES / longest).clamp(4, CHUNK as u64) as u32
     }
 }
 
@@ -155,7 +166,7 @@ impl PathEntry {
         self.reason.lock().get_or_insert_with(|| reason.clone());
         self.down.store(true, Ordering::Release);
         // By the queue's lock, whoever queues a run hereafter finds the path down.
-        self.with_queue(Queue::take_all)
+        self.take_all()
     }
 
     /// Notes that the transport says it can be used again.
@@ -216,9 +227,10 @@ impl PathEntry {
     }
 
     /// Whether more may be sent along it now. Of several rails none has so much under way that it could not be had back
-    /// soon.
+    /// soon. What waits for one that is down is sent another way.
     pub(crate) fn has_window(&self) -> bool {
-        self.rail.as_ref().is_none_or(|rail| rail.meter.lock().has_window(self.under_way()))
+        let has = |rail: &Metered| rail.meter.lock().has_window(self.under_way());
+        !self.is_up() || self.rail.as_ref().is_none_or(has)
     }
 
     /// Bytes that wait for it.
@@ -235,6 +247,7 @@ impl PathEntry {
     /// Queues a run behind those of its priority, its pieces each in their class.
     pub(crate) fn queue(&self, priority: Priority, run: &Run) {
         let runs = by_class(run);
+        self.queued_bytes.fetch_add(run.bytes(), Ordering::Relaxed);
         self.with_queue(|queue| {
             for (class, run) in runs {
                 queue.last += 1;
@@ -247,18 +260,21 @@ impl PathEntry {
     pub(crate) fn put_back(&self, place: Place, run: Run, full: &mut Full) {
         let Place { priority, class, number } = place;
         full.0 |= 1 << class.0;
+        self.queued_bytes.fetch_add(run.bytes(), Ordering::Relaxed);
         self.with_queue(|queue| {
             queue.runs.entry((priority, class)).or_default().push_front((number, run));
         });
     }
 
-    /// Takes the most urgent run of a class that is not full, the first of several; at most `most` pieces of it.
-    pub(crate) fn take(&self, most: u32, full: Full) -> Option<(Place, Run)> {
-        self.with_queue(|queue| {
+    /// Takes the most urgent run of a class that is not full, the first of several: of several rails no more than one
+    /// may well take at once, for what it does not take another may.
+    pub(crate) fn take(&self, full: Full) -> Option<(Place, Run)> {
+        let taken = self.with_queue(|queue| {
             let waiting = queue.runs.iter().filter(|((_, class), _)| !full.has(*class));
             let numbers = waiting.filter_map(|(key, runs)| Some((key.0, runs.front()?.0, key.1)));
             let (priority, number, class) = numbers.min()?;
             let runs = queue.runs.get_mut(&(priority, class))?;
+            let most = if self.is_rail() { class.at_once() } else { CHUNK as u32 };
             let (_, front) = runs.front_mut()?;
             let Range { start, end } = front.pieces;
             let run = if end - start > most {
@@ -268,7 +284,13 @@ impl PathEntry {
                 runs.pop_front()?.1
             };
             Some((Place { priority, class, number }, run))
-        })
+        });
+        taken.inspect(|(_, run)| self.no_longer_queued(std::slice::from_ref(run)))
+    }
+
+    fn no_longer_queued(&self, runs: &[Run]) {
+        let bytes = runs.iter().map(Run::bytes).sum();
+        self.queued_bytes.fetch_sub(bytes, Ordering::Relaxed);
     }
 
     /// Takes every run whose submission is being called off.
@@ -288,12 +310,15 @@ impl PathEntry {
                 });
             }
         });
+        self.no_longer_queued(&taken);
         taken
     }
 
     /// Takes everything that waits.
     pub(crate) fn take_all(&self) -> Vec<Run> {
-        self.with_queue(Queue::take_all)
+        let taken = self.with_queue(Queue::take_all);
+        self.no_longer_queued(&taken);
+        taken
     }
 
     fn with_queue<T>(&self, work: impl FnOnce(&mut Queue) -> T) -> T {
@@ -301,10 +326,6 @@ impl PathEntry {
         let result = work(&mut queue);
         let queued = queue.runs.values().map(VecDeque::len).sum();
         self.queued.store(queued, Ordering::SeqCst);
-        if self.is_rail() {
-            let bytes = queue.runs.values().flatten().map(|(_, run)| run.bytes()).sum();
-            self.queued_bytes.store(bytes, Ordering::Relaxed);
-        }
         result
     }
 }
@@ -397,5 +418,6 @@ mod tests {
             assert_eq!(Class::of(len / 2 + 1), Class::of(len), "{len}");
         }
         assert!(Class::of(u64::MAX).0 < u64::BITS, "one of the bits of `Full`");
+        assert_eq!([1, 64 << 10, 1 << 20, u64::MAX].map(|len| Class::of(len).at_once()), [64, 16, 4, 4]);
     }
 }

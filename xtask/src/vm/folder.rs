@@ -8,6 +8,9 @@ use std::path::{Path, PathBuf};
 /// How the names of all such folders begin.
 const PREFIX: &str = "posthorse-vm-";
 
+/// A file in each: a folder without it is somebody's for another purpose, however it is called.
+const MARK: &str = "run";
+
 /// A new folder, held by a lock on it for as long as this process has it.
 #[derive(Debug)]
 pub(super) struct RunFolder {
@@ -28,6 +31,7 @@ impl RunFolder {
             };
             lock.lock()?;
             if is_at(&lock, folder.path()) {
+                File::create(folder.path().join(MARK))?;
                 return Ok(Self { folder, _lock: lock });
             }
         }
@@ -49,7 +53,7 @@ fn sweep(parent: &Path) -> io::Result<()> {
         let Ok(entry) = entry else { continue };
         let ours = entry.file_name().as_encoded_bytes().starts_with(PREFIX.as_bytes());
         if ours
-            && entry.file_type().is_ok_and(|kind| kind.is_dir())
+            && entry.path().join(MARK).is_file()
             && let Ok(lock) = File::open(entry.path())
             && lock.try_lock().is_ok()
         {
@@ -76,10 +80,12 @@ mod tests {
         let left = parent.path().join("posthorse-vm-left");
         let other = parent.path().join("other");
         fs::create_dir(&left).unwrap();
-        fs::write(left.join("env"), "").unwrap();
+        fs::write(left.join(MARK), "").unwrap();
+        let cache = parent.path().join("posthorse-vm-cache");
+        fs::create_dir(&cache).unwrap();
         fs::create_dir(&other).unwrap();
         let first = RunFolder::new(parent.path()).unwrap();
-        assert!(!left.exists() && other.exists());
+        assert!(!left.exists() && other.exists() && cache.exists());
         let second = RunFolder::new(parent.path()).unwrap();
         assert!(first.path().exists() && second.path().exists());
         let path = first.path().to_owned();

@@ -31,7 +31,7 @@ fn trespasses(pair: &Pair<'_>, local: &Memory, remote: &Memory) -> Vec<Trespass>
     let size = END - START;
     let grants = pair.right.capabilities().grants;
     let (outside, nowhere) =
-        if grants == Grants::Checked { (OUTSIDE, NOWHERE) } else { (KEY_DENIED, KEY_DENIED) };
+        if grants == Grants::Keyed { (KEY_DENIED, KEY_DENIED) } else { (OUTSIDE, NOWHERE) };
     let mut trespasses = Vec::new();
     for opcode in [Opcode::Write, Opcode::Read] {
         let mut add = |what, target: &Target, at: u64, len: usize, kinds| {

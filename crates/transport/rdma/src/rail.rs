@@ -45,7 +45,7 @@ impl Rail {
         let device = verbs.open(name)?;
         let named = |error: Error| error.with_device(name);
         let gids = device.gids(config.port).map_err(named)?;
-        let gid = choose(&gids, config.gid_index, &[]).map_err(named)?.clone();
+        let gid = choose(&gids, config.gid_index).map_err(named)?.clone();
         let words = Words::new(&*device)?;
         Ok(Self { device, index, gid: RwLock::new(gid), words })
     }
@@ -58,15 +58,11 @@ impl Rail {
         self.gid.read().gid
     }
 
-    /// Looks at the port's addresses again: they may have changed since, or not have served. Says whether another is used
-    /// now.
-    pub(crate) fn choose_again(&self, config: &RdmaConfig, not: &[u8]) -> Result<bool> {
+    /// Looks at the port's addresses again: they may have changed since.
+    pub(crate) fn choose_again(&self, config: &RdmaConfig) -> Result<()> {
         let gids = self.device.gids(config.port)?;
-        let chosen = choose(&gids, config.gid_index, not)?.clone();
-        let mut gid = self.gid.write();
-        let changed = *gid != chosen;
-        *gid = chosen;
-        Ok(changed)
+        *self.gid.write() = choose(&gids, config.gid_index)?.clone();
+        Ok(())
     }
 
     pub(crate) fn gid_index(&self) -> u8 {

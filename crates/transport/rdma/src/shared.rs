@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use parking_lot::RwLock;
 use posthorse_core::{
@@ -64,19 +64,8 @@ impl Shared {
         self.connections.read().values().cloned().collect()
     }
 
-    /// Forgets a connection that was given up, as soon as nothing is left of it: until then its completions are to be
-    /// found.
-    pub(crate) fn leave(self: &Arc<Self>, connection: &Arc<Connection>) {
-        if connection.has_ended() {
-            self.connections.write().remove(&connection.number);
-            return;
-        }
-        let (connection, there) = (Arc::clone(connection), Arc::downgrade(self));
-        self.workers.run_at(Instant::now() + Duration::from_millis(10), move || {
-            if let Some(shared) = there.upgrade() {
-                shared.leave(&connection);
-            }
-        });
+    pub(crate) fn forget(&self, key: u64) {
+        self.connections.write().remove(&key);
     }
 
     pub(crate) fn is_stopped(&self) -> bool {

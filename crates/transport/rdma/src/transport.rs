@@ -78,7 +78,7 @@ impl RdmaTransport {
         Ok(Self { config, verbs, running, ending, fork: ForkGuard::new()? })
     }
 
-    fn shared(&self) -> Result<Arc<Shared>> {
+    pub(crate) fn shared(&self) -> Result<Arc<Shared>> {
         self.fork.check()?;
         self.running.read().as_ref().map(|running| Arc::clone(&running.shared)).ok_or_else(stopped)
     }
@@ -230,7 +230,7 @@ impl Transport for RdmaTransport {
     fn disconnect(&self, path: PathId) {
         if let Ok((shared, connection)) = self.connection(path) {
             connection.give_up(&shared, &Error::new(ErrorKind::Flushed, "the path was disconnected"));
-            shared.leave(&connection);
+            connection.leave(&shared);
         }
     }
 

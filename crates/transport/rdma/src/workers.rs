@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
+use posthorse_core::AtWork;
 
 /// How many there are at most.
 const MOST: usize = 8;
@@ -82,7 +83,8 @@ impl Workers {
         state.stopped = true;
         let dropped = (std::mem::take(&mut state.now), std::mem::take(&mut state.later));
         self.shared.more.notify_all();
-        if std::thread::current().name().is_none_or(|name| !name.starts_with("rdma-work-")) {
+        // From within an event it may be one of these threads that waits.
+        if !AtWork::is_now() {
             self.shared.ended.wait_while(&mut state, |state| state.threads > 0);
         }
         drop(state);

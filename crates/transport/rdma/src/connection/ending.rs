@@ -7,7 +7,7 @@ use posthorse_core::{Completion, Deadline, Error, ErrorKind, FarEnd, PathState, 
 
 use super::{Cause, Connection, Phase, State};
 use crate::handshake::{CLOSE, Close, encode};
-use crate::queue::Ended;
+use crate::queue::{Ended, SendQueue};
 use crate::shared::Shared;
 
 impl Connection {
@@ -107,19 +107,43 @@ impl Connection {
                 (error, FarEnd::Unconfirmed)
             }
         };
+        shared.report(&self.end_entries(&error, far_end));
+        self.leave_if_ended(shared);
+    }
+
+    /// Ends what is left under way. `stale` is what is known of the far end of what was posted.
+    fn end_entries(&self, error: &Error, stale: FarEnd) -> Vec<Completion> {
         let mut ends = Vec::new();
         let mut state = self.state.lock();
         for queue in &mut state.queues {
             queue.end_all(|entry, ended| {
-                let stale = ended == (Ended::Dropped { stale: true });
-                let far_end = if stale { far_end } else { FarEnd::Quiet };
+                let was_posted = ended == (Ended::Dropped { stale: true });
+                let far_end = if was_posted { stale } else { FarEnd::Quiet };
                 let error = error.clone();
                 ends.push(Completion { token: entry.token, result: Err(SliceError { error, far_end }) });
             });
         }
         drop(state);
         self.in_flight.fetch_sub(ends.len(), Ordering::Relaxed);
-        shared.report(&ends);
+        ends
+    }
+
+    /// Has a connection that was given up forgotten: now, or when nothing is left of it. Until then its completions are to
+    /// be found.
+    pub(crate) fn leave(&self, shared: &Shared) {
+        self.state.lock().leaving = true;
+        self.leave_if_ended(shared);
+    }
+
+    fn leave_if_ended(&self, shared: &Shared) {
+        let ended = {
+            let state = self.state.lock();
+            let over = matches!(state.phase, Phase::Over(_));
+            state.leaving && over && state.queues.iter().all(SendQueue::is_empty)
+        };
+        if ended {
+            shared.forget(self.number);
+        }
     }
 
     /// Has the peer end its side of the connection.
@@ -130,6 +154,12 @@ impl Connection {
         let close = Close { incarnation: shared.context.incarnation, connections: vec![self.number] };
         let deadline = Deadline::after(shared.config.liveness());
         shared.ask(&self.target.peer, CLOSE, &encode(&close)?, deadline).map(drop)
+    }
+
+    /// The completion queue is beyond use: what it has is lost, and so are its queue pairs.
+    pub(super) fn queue_failed(self: &Arc<Self>, shared: &Arc<Shared>, error: Error) {
+        let error = Error::new(ErrorKind::PathFailed, error.message().to_owned());
+        self.port_failed(shared, error);
     }
 
     /// The port is down: nothing more is waited for.
@@ -181,19 +211,10 @@ impl Connection {
         let pairs = state.pairs.take();
         drop(state);
         self.retire(pairs);
-        let mut ends = Vec::new();
-        let mut state = self.state.lock();
-        for queue in &mut state.queues {
-            queue.end_all(|entry, ended| {
-                let stale = ended == (Ended::Dropped { stale: true });
-                let far_end = if stale { FarEnd::Unconfirmed } else { FarEnd::Quiet };
-                let error = self.named(error.clone());
-                ends.push(Completion { token: entry.token, result: Err(SliceError { error, far_end }) });
-            });
-        }
-        drop(state);
+        let error = self.named(error.clone());
+        let mut ends = self.end_entries(&error, FarEnd::Unconfirmed);
         for notice in self.notices.take_all() {
-            let result = Err(SliceError { error: self.named(error.clone()), far_end: FarEnd::Quiet });
+            let result = Err(SliceError { error: error.clone(), far_end: FarEnd::Quiet });
             ends.push(Completion { token: notice.token, result });
         }
         shared.report(&ends);

@@ -169,7 +169,7 @@ impl Connection {
             state.phase = Phase::Trying(error.clone());
         }
         // The port may have another address by now.
-        if let Err(error) = self.rail.choose_again(&shared.config, &[]) {
+        if let Err(error) = self.rail.choose_again(&shared.config) {
             tracing::debug!(device = self.rail.name(), %error, "no address");
         }
         let made = self.make(shared, Deadline::after(shared.config.liveness()));

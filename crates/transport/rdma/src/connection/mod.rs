@@ -71,6 +71,8 @@ struct State {
     failures: u32,
     /// The keys of peers' memory that is in pieces.
     split: Vec<Arc<GrantKeys>>,
+    /// Whether it is to be forgotten as soon as nothing is left of it.
+    leaving: bool,
 }
 
 /// How a connection stands.
@@ -120,6 +122,7 @@ impl Connection {
             refused: false,
             failures: 0,
             split: Vec::new(),
+            leaving: false,
         };
         Arc::new(Self {
             number,
@@ -334,21 +337,29 @@ impl Connection {
             let Some(polling) = polling else { return anything };
             let Some(pairs) = self.state.lock().pairs.clone() else { return anything };
             let mut completions = [WorkCompletion::EMPTY; POLLED];
-            let count = pairs.poll(&mut completions).unwrap_or_else(|error| {
-                tracing::error!(device = self.rail.name(), %error, "a completion queue could not be read");
-                0
-            });
+            let count = match pairs.poll(&mut completions) {
+                Ok(count) => count,
+                Err(error) => {
+                    drop(pairs);
+                    drop(polling);
+                    self.queue_failed(shared, error);
+                    return anything;
+                }
+            };
             let mut ends = Ends::new();
             if count == 0 {
                 if !arm || armed {
                     drop(pairs);
                     return anything;
                 }
-                if let Err(error) = pairs.arm() {
-                    tracing::error!(device = self.rail.name(), %error, "a completion queue could not be armed");
+                let outcome = pairs.arm();
+                drop(pairs);
+                if let Err(error) = outcome {
+                    drop(polling);
+                    self.queue_failed(shared, error);
+                    return anything;
                 }
                 armed = true;
-                drop(pairs);
                 continue;
             }
             anything = true;
@@ -428,12 +439,6 @@ impl Connection {
         }
     }
 
-    /// Whether it is over, and nothing is left of it.
-    pub(crate) fn has_ended(&self) -> bool {
-        let state = self.state.lock();
-        matches!(state.phase, Phase::Over(_)) && state.queues.iter().all(SendQueue::is_empty)
-    }
-
     /// The path, as the engine knows it.
     pub(crate) fn describe(&self, shared: &Shared) -> Path {
         let bandwidth = self.rail.port(&shared.config).map_or(0, |port| port.bandwidth);
@@ -478,3 +483,6 @@ fn queue_of(slice: &Slice, queues: usize) -> usize {
         (_, several) => 1 + (slice.remote_address >> 20) as usize % (several - 1),
     }
 }
+
+#[cfg(test)]
+mod tests;

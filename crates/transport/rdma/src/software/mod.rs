@@ -228,6 +228,3 @@ impl Verbs for Host {
         Ok(Arc::new(SoftDevice::new(core)))
     }
 }
-
-#[cfg(test)]
-mod tests;

@@ -115,16 +115,21 @@ fn port(root: &Path, device: &Path, number: u8) -> SysfsPort {
 fn gids(port: &Path) -> Vec<GidEntry> {
     let entry = |(index, path): (u8, PathBuf)| {
         let gid: Gid = text(path)?.parse().ok()?;
-        let attribute = |kind: &str| text(port.join("gid_attrs").join(kind).join(index.to_string()));
-        let kind = match attribute("types").as_deref() {
-            Some("IB/RoCE v1") => Some(GidKind::InfiniBandOrRoceV1),
-            Some("RoCE v2") => Some(GidKind::RoceV2),
-            _ => None,
-        };
-        let interface = attribute("ndevs").filter(|name| is_interface(name));
+        let (kind, interface) = gid_attributes(port, index);
         (!gid.is_empty()).then_some(GidEntry { index, gid, kind, interface })
     };
     numbered(&port.join("gids")).filter_map(entry).collect()
+}
+
+/// For which protocol an address of a port is, and the interface behind it; `port` is the port's folder.
+pub(crate) fn gid_attributes(port: &Path, index: u8) -> (Option<GidKind>, Option<String>) {
+    let attribute = |kind: &str| text(port.join("gid_attrs").join(kind).join(index.to_string()));
+    let kind = match attribute("types").as_deref() {
+        Some("IB/RoCE v1") => Some(GidKind::InfiniBandOrRoceV1),
+        Some("RoCE v2") => Some(GidKind::RoceV2),
+        _ => None,
+    };
+    (kind, attribute("ndevs").filter(|name| is_interface(name)))
 }
 
 /// The files of a folder whose names are numbers, in the order of these.

@@ -6,4 +6,6 @@
 mod device;
 mod files;
 
+#[cfg(feature = "rdma")]
+pub(crate) use device::gid_attributes;
 pub use device::{SysfsDevice, SysfsPort, devices};

@@ -1,22 +1,17 @@
 //! How a port is, and its addresses.
 
-use std::fs::File;
-use std::io::Read;
 use std::mem::MaybeUninit;
-use std::path::Path;
 
 use posthorse_core::{Error, ErrorKind, Result};
 use rdma_sys::{ibv_gid, ibv_mtu, ibv_port_attr, ibv_port_state};
 
 use super::handles::{Context, outcome};
-use crate::gid::{Gid, GidKind};
+use crate::gid::Gid;
+use crate::sysfs::gid_attributes;
 use crate::verbs::{GidEntry, Port, PortState};
 
 /// `IBV_LINK_LAYER_ETHERNET` of verbs.h, which rdma-sys does not have.
 const ETHERNET: u8 = 2;
-
-/// Longer than any name or type that the kernel writes.
-const WORD: u64 = 256;
 
 /// Asks the device for the attributes of a port, of which it has `ports`.
 ///
@@ -98,14 +93,14 @@ fn bandwidth(width: u8, speed: u8, ethernet: bool) -> u64 {
 
 /// The addresses of a port whose table has so many places.
 pub(super) fn gids(context: &Context, port: u8, places: i32) -> Vec<GidEntry> {
-    let attributes = context.folder().join(format!("ports/{port}/gid_attrs"));
+    let folder = context.folder().join(format!("ports/{port}"));
     let last = u8::try_from((places - 1).min(i32::from(u8::MAX))).ok();
     let places = last.map(|last| 0..=last).into_iter().flatten();
     places
         .filter_map(|index| {
             let gid = gid(context, port, index)?;
-            let kind = word(&attributes.join(format!("types/{index}"))).as_deref().and_then(kind);
-            Some(GidEntry { index, gid, kind, interface: word(&attributes.join(format!("ndevs/{index}"))) })
+            let (kind, interface) = gid_attributes(&folder, index);
+            Some(GidEntry { index, gid, kind, interface })
         })
         .collect()
 }
@@ -118,23 +113,6 @@ fn gid(context: &Context, port: u8, index: u8) -> Option<Gid> {
     // SAFETY: sixteen bytes, however they are looked at.
     let gid = Gid(unsafe { gid.raw });
     (outcome(asked).is_ok() && !gid.is_empty()).then_some(gid)
-}
-
-/// What the kernel calls the kinds of addresses.
-fn kind(name: &str) -> Option<GidKind> {
-    match name {
-        "IB/RoCE v1" => Some(GidKind::InfiniBandOrRoceV1),
-        "RoCE v2" => Some(GidKind::RoceV2),
-        _ => None,
-    }
-}
-
-/// What a file of the kernel has in its one line; `None` when it has nothing, or refuses.
-fn word(path: &Path) -> Option<String> {
-    let mut text = String::new();
-    File::open(path).ok()?.take(WORD).read_to_string(&mut text).ok()?;
-    let text = text.trim();
-    (!text.is_empty()).then(|| text.to_owned())
 }
 
 #[cfg(test)]
@@ -157,12 +135,5 @@ mod tests {
         assert_eq!(gigabits(2, 4, false), 32);
         assert_eq!(gigabits(2, 4, true), 40);
         assert_eq!((gigabits(3, 32, true), gigabits(2, 0, true)), (0, 0));
-    }
-
-    #[test]
-    fn kinds_are_those_that_the_kernel_writes() {
-        assert_eq!(kind("RoCE v2"), Some(GidKind::RoceV2));
-        assert_eq!(kind("IB/RoCE v1"), Some(GidKind::InfiniBandOrRoceV1));
-        assert_eq!(kind("RoCE v3"), None);
     }
 }
