@@ -115,11 +115,21 @@ impl Hosts {
 
     /// Writes everything, with `trouble` in the midst of it, and sees that it has arrived. Says how long that took.
     fn write(&self, seed: u64, route: Route, trouble: impl FnOnce()) -> Result<Duration> {
+        self.write_so_often(TIMES, seed, route, trouble)
+    }
+
+    fn write_so_often(
+        &self,
+        times: usize,
+        seed: u64,
+        route: Route,
+        trouble: impl FnOnce(),
+    ) -> Result<Duration> {
         memory::write(&*self.here.0, 0, &pattern::bytes(seed, LEN));
         let started = Instant::now();
         let mut batch = self.a.batch();
         batch.submit(
-            &[self.request(route); TIMES],
+            &vec![self.request(route); times],
             SubmitOptions { deadline: patience(), ..SubmitOptions::default() },
         )?;
         // In the midst of it: something has arrived, and something has not.
@@ -168,7 +178,8 @@ fn without_a_link_left_another_transport_finishes_or_the_reason_is_said() {
     let Some(_links) = links() else { return };
     let hosts = Hosts::new(true);
     assert_eq!(hosts.chosen().as_deref(), Some("rdma"));
-    hosts.write(3, Route::Auto, cut_both).unwrap();
+    // Seconds long, so that the links are cut in the midst of it however long that takes.
+    hosts.write_so_often(64, 3, Route::Auto, cut_both).unwrap();
     assert_eq!(hosts.chosen().as_deref(), Some("memory"), "{}", hosts.a.explain(&hosts.segment));
     ["a0", "b1"].iter().for_each(|link| set(link, "up"));
     let until = Instant::now() + Duration::from_secs(10);
@@ -177,7 +188,7 @@ fn without_a_link_left_another_transport_finishes_or_the_reason_is_said() {
         hosts.write(4, Route::Auto, || ()).unwrap();
     }
     let rdma = Route::Require(hosts.a.transport_id("rdma").unwrap());
-    let error: Error = hosts.write(5, rdma, cut_both).unwrap_err();
+    let error: Error = hosts.write_so_often(64, 5, rdma, cut_both).unwrap_err();
     assert!(matches!(error.kind(), ErrorKind::PathFailed | ErrorKind::NoPath), "{error}");
     assert!(error.to_string().contains("rxe"), "no device is named: {error}");
     ["a0", "b1"].iter().for_each(|link| set(link, "up"));
